@@ -8,30 +8,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megalite.config import cli
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import show_help_if_asked
-from megalite.train.recover.member import become_guard, become_guard_if_asked, guard
+from megalite.runtime.options import cli
+from megalite.runtime.recover.member import become_guard, become_guard_if_asked, guard
 
 if __name__ == "__main__":
     show_help_if_asked(sys.argv[1:], dialect=DIALECT)  # before torch is imported, which takes a second
     become_guard_if_asked(sys.argv[1:])
 
 from megalite.api import start
-from megalite.base.log import env_rank
-from megalite.checkpoint.hf.start import hf_model_config
-from megalite.data import Samples
+from megalite.core.base.log import env_rank
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.rendezvous import world_size
 from megalite.extras.plan.auto import settle_layout
 from megalite.extras.plan.forecast import Forecast
 from megalite.extras.plan.report import dry_run_report
 from megalite.extras.tool import show
-from megalite.mesh.grid import Grid
-from megalite.mesh.rendezvous import world_size
-from megalite.train.exit import leaving_together
-from megalite.train.inputs import with_vocab_size
-from megalite.train.loop import StepCallback, fit
-from megalite.train.recover.rehearse import rehearse
-from megalite.train.recover.restore import find_hub
+from megalite.runtime.checkpoint.hf.start import hf_model_config
+from megalite.runtime.data import Samples
+from megalite.runtime.loop.loop import StepCallback, fit
+from megalite.runtime.recover.rehearse import rehearse
+from megalite.runtime.recover.restore import find_hub
+from megalite.runtime.start.exit import leaving_together
+from megalite.runtime.start.inputs import with_vocab_size
 
 
 def main(

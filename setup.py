@@ -2,7 +2,7 @@
 
 They are built without torch's headers: an ordinary `pip install .` has them, and a wheel serves every torch of its
 Python. Without a compiler, headers of Python or pybind11, or nvcc the install continues and reports what is missing;
-`python -m megalite.ops` shows which kernels are available.
+`python -m megalite.core.ops` shows which kernels are available.
 
 MEGALITE_CUDA = auto (default: build if nvcc is found) | 0 (never) | 1 (fail without nvcc).
 MEGALITE_CUDA_ARCHS = "80;90;100;120" (default, less those that this nvcc does not know): architectures of the CUDA
@@ -76,14 +76,16 @@ def extensions() -> list[Extension]:
         )
     cpu_sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cpu").glob("*.cpp"))
     found = [
-        Extension("megalite.data._blend_rule", ["csrc/data/blend.cpp"], optional=True),
-        Extension("megalite.ops._cpu_kernels", cpu_sources, optional=True),
+        Extension("megalite.runtime.data._blend_rule", ["csrc/data/blend.cpp"], optional=True),
+        Extension("megalite.core.parts.kernels._cpu_kernels", cpu_sources, optional=True),
     ]
     if cuda == "0" or nvcc is None:
         say(f"CUDA kernels skipped: {'MEGALITE_CUDA=0' if cuda == '0' else 'no nvcc'}")
     else:
         say(f"CUDA kernels: building with {nvcc}")
-        found.append(Extension("megalite.ops._native_cuda", ["csrc/cuda/library.cu"], optional=cuda == "auto"))
+        found.append(
+            Extension("megalite.core.parts.kernels._native_cuda", ["csrc/cuda/library.cu"], optional=cuda == "auto")
+        )
     return found
 
 

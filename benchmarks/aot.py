@@ -78,8 +78,8 @@ TO_FP8 = "F2FP.SATFINITE.E4M3"
 
 def triton_cases() -> list[Case]:
     """Every Triton kernel in the shapes of a Llama-8B bf16 step; the norms at GPT-3 175B's width too."""
-    from megalite.ops.triton import activation, cross_entropy, dropout, flat, norm, rope
-    from megalite.ops.triton.support import row_launch
+    from megalite.core.parts.kernels.triton import activation, cross_entropy, dropout, flat, norm, rope
+    from megalite.core.parts.kernels.triton.support import row_launch
 
     cases, no_codes = [], {"GROUP": 0, "LARGEST": 448.0}
     for name, width, rms, forward, backward in (
@@ -131,7 +131,7 @@ def triton_cases() -> list[Case]:
 
 
 def _quantizing_cases() -> list[Case]:
-    from megalite.ops.triton import fp8
+    from megalite.core.parts.kernels.triton import fp8
 
     cases = []
     for name, tile, square, warps in (
@@ -150,7 +150,7 @@ def _quantizing_cases() -> list[Case]:
 
 
 def _product_cases() -> list[Case]:
-    from megalite.ops.triton import fp8_product, grouped
+    from megalite.core.parts.kernels.triton import fp8_product, grouped
 
     cases = []
     # On sm_100 accumulators lie in the tensor memory: other instructions.

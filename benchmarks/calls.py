@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalite.base.errors import UserError
-from megalite.data.blend import compiled
+from megalite.core.base.errors import UserError
+from megalite.core.parts.kernels import cpp
+from megalite.core.parts.kernels.native import why_no_cpp
 from megalite.extras.tool import run_tool
-from megalite.ops import cpp
-from megalite.ops.native import why_no_cpp
+from megalite.runtime.data.blend import compiled
 
 _CALLS = 2000
 

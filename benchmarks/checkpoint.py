@@ -19,16 +19,16 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.lock import RunLock
-from megalite.checkpoint.save import Checkpointer
-from megalite.checkpoint.snapshot import copy_and_sum
-from megalite.mesh import collectives
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.device import pick_device
-from megalite.mesh.grid import Grid
-from megalite.mesh.rendezvous import init_process_group, shutdown, world_size
-from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.device import pick_device
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.rendezvous import init_process_group, shutdown, world_size
+from megalite.core.sharding import Layout, ParamSpec, Shard, StateTensor
+from megalite.runtime.checkpoint.load import load_checkpoint
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.checkpoint.snapshot import copy_and_sum
+from megalite.runtime.places.lock import RunLock
 
 
 def states_of(ctx: ParallelContext, mb: float) -> list[StateTensor]:

@@ -29,14 +29,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels import copy_rate, medians
 from benchmarks.step import figures, timed_step
-from megalite.config import cli
-from megalite.config.run import Config
+from megalite.core.build import build_engine
+from megalite.core.engine import Engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.device import pick_device
+from megalite.core.mesh.grid import Grid
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.device import pick_device
-from megalite.mesh.grid import Grid
-from megalite.train.build import build_engine
-from megalite.train.engine import Engine
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 
 # Everything that a part imports outside torch: what lacks is named in the first seconds.
 _MODULES = ("numpy", "yaml", "safetensors", "pytest", "hypothesis", "triton", "pynvml")

@@ -23,19 +23,19 @@ import torch
 
 from benchmarks.gpu_parts import row
 from benchmarks.step import timed_step
-from megalite.config import cli
+from megalite.core.build import build_engine
+from megalite.core.engine import Engine
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.device import pick_device
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.rendezvous import init_process_group, shutdown, world_size
+from megalite.core.model.flops import flops_per_token, peak_flops
+from megalite.core.pipeline.p2p import Channel
 from megalite.extras.plan.device import device_in_use, machine
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.time.step import step_time
-from megalite.mesh import collectives
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.device import pick_device
-from megalite.mesh.grid import Grid
-from megalite.mesh.rendezvous import init_process_group, shutdown, world_size
-from megalite.model.flops import flops_per_token, peak_flops
-from megalite.pipeline.p2p import Channel
-from megalite.train.build import build_engine
-from megalite.train.engine import Engine
+from megalite.runtime.options import cli
 
 _UNMEASURED = 3
 

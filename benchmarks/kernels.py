@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
+from megalite.core.ops import Ops, resolve
+from megalite.core.ops.choose import OPS
+from megalite.core.ops.cpu_memory import keep_freed_memory
 from megalite.extras.tool import run_tool
-from megalite.ops import Ops, resolve
-from megalite.ops.choose import OPS
-from megalite.ops.cpu_memory import keep_freed_memory
 
 Run = Callable[[], Any]
 
@@ -336,7 +336,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="torch.compile too (default: on a GPU)"
     )
-    parser.add_argument("--keep-memory", action="store_true", help="CPU: keep freed memory (megalite.ops.cpu_memory)")
+    parser.add_argument("--keep-memory", action="store_true", help="CPU: keep freed memory (core/ops/cpu_memory.py)")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--check-goals", action="store_true", help="exit 1 if a goal is missed (GPU only)")
     args = parser.parse_args()

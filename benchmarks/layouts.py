@@ -19,13 +19,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.config import cli
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
 from megalite.extras.plan.device import machine, read_device
 from megalite.extras.plan.time.step import step_time
 from megalite.extras.tool import run_tool
 from megalite.extras.view.metrics import read_metrics
-from megalite.mesh.grid import Grid
+from megalite.runtime.options import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2

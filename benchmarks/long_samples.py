@@ -24,15 +24,15 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from megalite.config.model import ModelConfig
-from megalite.config.parallel import ParallelConfig
-from megalite.config.run import Config
-from megalite.config.train import TrainConfig
-from megalite.data import Rows
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.train.build import build_engine
-from megalite.train.step import train_step
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.train import TrainConfig
+from megalite.core.step import train_step
+from megalite.runtime.data import Rows
+from megalite.runtime.options.run import Config
 
 MIB = 2**20
 

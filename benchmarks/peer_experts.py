@@ -15,11 +15,11 @@ import torch
 from peer_models import EXPERT_FLAGS, GLOBAL_BATCH, HIDDEN, MODEL_FLAGS, SEED, VOCAB, Step, initial_weights
 from torch import nn
 
-from megalite.batch import ForwardPass
-from megalite.config import cli
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.train.build import build_engine
+from megalite.core.batch import ForwardPass
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.runtime.options import cli
 
 _LAYER = "layers.0.mlp."
 

@@ -24,11 +24,11 @@ from peer_models import (
 )
 from peer_sharded import deepspeed_missing, deepspeed_zero, fsdp2
 
-from megalite.config import cli
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.train.build import build_engine
-from megalite.train.step import train_step
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.step import train_step
+from megalite.runtime.options import cli
 
 # (tp, pp, vp) -> a peer's step.
 Maker = Callable[[int, int, int], Step]

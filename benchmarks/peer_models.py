@@ -30,13 +30,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from megalite.batch import Positions
-from megalite.config import cli
-from megalite.config.model import ModelConfig
-from megalite.model.parameters import param_map
-from megalite.model.partition import split_layers
-from megalite.model.rotary import Rotary
-from megalite.sharding import Shard as Cut
+from megalite.core.batch import Positions
+from megalite.core.model.parameters import param_map
+from megalite.core.model.partition import split_layers
+from megalite.core.model.rotary import Rotary
+from megalite.core.options.model import ModelConfig
+from megalite.core.sharding import Shard as Cut
+from megalite.runtime.options import cli
 
 LAYERS, HIDDEN, HEADS, FFN, VOCAB, SEQ = 8, 256, 8, 704, 4096, 128
 MICRO_BATCH, GLOBAL_BATCH = 2, 16

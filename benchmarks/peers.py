@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.tool import run_tool
 
 WORLDS = {

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megalite.base.child import children, stat_of, usage
+from megalite.runtime.base.child import children, stat_of, usage
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = [

@@ -21,16 +21,16 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megalite.base.errors import UserError
-from megalite.batch import ForwardPass, Message, MicroBatch
+from megalite.core.base.errors import UserError
+from megalite.core.batch import ForwardPass, Message, MicroBatch
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.parts.schedules.pipeline import SCHEDULES
+from megalite.core.parts.schedules.simulate import simulate
+from megalite.core.pipeline.executor import Executor, Stage, WeightGradQueue
+from megalite.core.pipeline.p2p import Channel
+from megalite.core.pipeline.schedule import Costs, Schedule, build_schedule
 from megalite.extras.tool import run_tool
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.pipeline.executor import Executor, Stage, WeightGradQueue
-from megalite.pipeline.p2p import Channel
-from megalite.pipeline.schedule import Costs, Schedule, build_schedule
-from megalite.pipeline.simulate import simulate
-from megalite.schedules.pipeline import SCHEDULES
 
 SHAPE = (4, 1, 8)
 

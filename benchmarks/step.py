@@ -20,15 +20,15 @@ import numpy as np
 import torch
 
 from megalite import __version__
-from megalite.config import cli
-from megalite.config.run import Config
+from megalite.core.build import build_engine
+from megalite.core.engine import Engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.device import pick_device
+from megalite.core.model.flops import flops_per_token, peak_flops
+from megalite.core.step import train_step
 from megalite.extras.tool import run_tool
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.device import pick_device
-from megalite.model.flops import flops_per_token, peak_flops
-from megalite.train.build import build_engine
-from megalite.train.engine import Engine
-from megalite.train.step import train_step
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DEFAULTS = [

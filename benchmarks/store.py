@@ -29,13 +29,13 @@ import numpy as np
 import torch
 
 from benchmarks.checkpoint import make_step, states_of, timed
-from megalite.base.store import Store, cached_at
-from megalite.checkpoint.mirror import Mirror
-from megalite.checkpoint.save import Checkpointer
-from megalite.data import IndexedDataset, bring_prefix, build_datasets
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.sharding import StateTensor
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.mesh.context import ParallelContext
-from megalite.sharding import StateTensor
+from megalite.runtime.checkpoint.mirror import Mirror
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.data import IndexedDataset, bring_prefix, build_datasets
+from megalite.runtime.places.store import Store, cached_at
 
 SEQ_LEN = 2048
 # Tokens that a step reads: two units of what is downloaded at a time.

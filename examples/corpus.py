@@ -25,8 +25,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, TextIO
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger, setup_logging
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger, setup_logging
 from megalite.extras.tool import run_tool
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megalite.api import configure, start
-    from megalite.base.errors import UserError
-    from megalite.data.rows import Rows
+    from megalite.core.base.errors import UserError
+    from megalite.core.rows import Rows
     from megalite.extras.inference.generate import generate
     from megalite.extras.inference.load import load_model
     from megalite.extras.notebook.ranks import run_ranks
-    from megalite.train.evaluate import evaluate
-    from megalite.train.loop import fit, steps
-    from megalite.train.run import save
+    from megalite.runtime.loop.evaluate import evaluate
+    from megalite.runtime.loop.loop import fit, steps
+    from megalite.runtime.loop.run import save
 
 # It notes this process's parent: a launcher may die while torch is being imported, which takes seconds.
-import_module("megalite.base.child")
+import_module("megalite.runtime.base.child")
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,14 +37,14 @@ __all__ = [
 
 _PLACES = {
     **dict.fromkeys(("configure", "start"), "megalite.api"),
-    "Rows": "megalite.data.rows",
-    "UserError": "megalite.base.errors",
+    "Rows": "megalite.core.rows",
+    "UserError": "megalite.core.base.errors",
     "generate": "megalite.extras.inference.generate",
     "load_model": "megalite.extras.inference.load",
-    "evaluate": "megalite.train.evaluate",
-    **dict.fromkeys(("fit", "steps"), "megalite.train.loop"),
+    "evaluate": "megalite.runtime.loop.evaluate",
+    **dict.fromkeys(("fit", "steps"), "megalite.runtime.loop.loop"),
     "run_ranks": "megalite.extras.notebook.ranks",
-    "save": "megalite.train.run",
+    "save": "megalite.runtime.loop.run",
 }
 
 

@@ -12,24 +12,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.base.child import allow_many_files
-from megalite.base.errors import require
-from megalite.base.log import env_rank, setup_logging
-from megalite.checkpoint.hf.start import hf_model_config
-from megalite.config import cli
-from megalite.config.run import Config
-from megalite.data import Samples
+from megalite.core.base.errors import require
+from megalite.core.base.log import env_rank, setup_logging
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.device import only_deterministic_kernels, pick_device
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.rendezvous import group_timeout, init_process_group, shutdown, world_size
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.diagnose.memory import diagnosing_memory
 from megalite.extras.plan.auto import settle_layout
 from megalite.extras.view.phases import phase_table
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.device import only_deterministic_kernels, pick_device
-from megalite.mesh.grid import Grid
-from megalite.mesh.rendezvous import group_timeout, init_process_group, shutdown, world_size
-from megalite.train.recover.restore import device_of
-from megalite.train.run import Run
-from megalite.train.start import open_run
+from megalite.runtime.base.child import allow_many_files
+from megalite.runtime.checkpoint.hf.start import hf_model_config
+from megalite.runtime.data import Samples
+from megalite.runtime.loop.run import Run
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
+from megalite.runtime.recover.restore import device_of
+from megalite.runtime.start.start import open_run
 
 
 def configure(**options: Any) -> Config:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megalite.base import store
-from megalite.base.log import logger
+from megalite.core.base.log import logger
+from megalite.runtime.places import store
 from tests.ranks import tmpfs
 from tests.stores import S3, BreakingProxy, environment, secrets_in, start_s3
 from tests.workers import WorkerPool

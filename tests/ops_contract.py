@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.batch import Documents, Mask
-from megalite.ops import Ops
-from megalite.ops.cross_entropy import combine_stats
+from megalite.core.batch import Documents, Mask
+from megalite.core.ops import Ops
+from megalite.core.ops.cross_entropy import combine_stats
 
 # Relative L2 error against float64. bf16: rounding of inputs' products to 8 bits (2^-9) a few times over.
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}

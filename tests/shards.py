@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megalite.mesh.grid import Grid
-from megalite.sharding import Layout, ParamSpec, Shard
+from megalite.core.mesh.grid import Grid
+from megalite.core.sharding import Layout, ParamSpec, Shard
 
 
 def tp_shard(spec: ParamSpec, rank: int = 0, tp: int = 1, multiple: int = 1) -> Shard:

@@ -76,7 +76,7 @@ class WorkerPool:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = mp.get_context("forkserver")
         # torch imports the second, and sympy with it, in the first backward pass.
-        context.set_forkserver_preload(["megalite.train.step", "torch.fx.experimental.symbolic_shapes"])
+        context.set_forkserver_preload(["megalite.core.step", "torch.fx.experimental.symbolic_shapes"])
         while len(self._workers) < world:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.base.hardware import DEVICES
+from megalite.core.base.hardware import DEVICES
 from megalite.extras.plan.cluster import FITTED
 from megalite.extras.plan.published import Run, read_runs
 from megalite.extras.tool import ToolParser, run_tool

@@ -1,5 +1,5 @@
 // The arithmetic of one AdamW element, shared by the CPU and CUDA kernels.
-// Loshchilov and Hutter 2019, algorithm 2; contract: megalite/ops/adamw.py.
+// Loshchilov and Hutter 2019, algorithm 2; contract: megalite/core/ops/adamw.py.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Flat AdamW on CPU: one pass over memory. Contract: megalite/ops/adamw.py.
+// Flat AdamW on CPU: one pass over memory. Contract: megalite/core/ops/adamw.py.
 
 #include "../common/adamw_math.h"
 #include "convert.h"

@@ -1,6 +1,6 @@
-// The module megalite.ops._cpu_kernels: checks operands, creates results, calls the kernels. Contracts: megalite/ops/.
+// The module megalite.core.ops._cpu_kernels: checks operands, creates results, calls the kernels. Contracts: megalite/core/ops/.
 //
-// Each function has the signature of its schema in megalite/ops/native.py, but returns None for a result that was
+// Each function has the signature of its schema in megalite/core/parts/kernels/native.py, but returns None for a result that was
 // not requested. All raise ValueError for operands that do not fit, and release the GIL while their kernel runs.
 
 #include <pybind11/stl.h>

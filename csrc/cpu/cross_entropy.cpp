@@ -1,4 +1,4 @@
-// Statistics and in-place gradient of vocab-parallel cross-entropy. Contract: megalite/ops/cross_entropy.py.
+// Statistics and in-place gradient of vocab-parallel cross-entropy. Contract: megalite/core/ops/cross_entropy.py.
 
 #include <limits>
 

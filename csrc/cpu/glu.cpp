@@ -1,4 +1,4 @@
-// Gated linear units on packed gate|up, forward and backward in one pass. Contract: megalite/ops/glu.py.
+// Gated linear units on packed gate|up, forward and backward in one pass. Contract: megalite/core/ops/glu.py.
 
 #include "exp.h"
 #include "rows.h"

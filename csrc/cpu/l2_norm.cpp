@@ -1,4 +1,4 @@
-// L2 norm of a flat buffer on CPU; the order of sums depends on its length only. Contract: megalite/ops/l2_norm.py.
+// L2 norm of a flat buffer on CPU; the order of sums depends on its length only. Contract: megalite/core/ops/l2_norm.py.
 
 #include <algorithm>
 #include <cmath>

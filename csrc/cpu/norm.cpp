@@ -1,5 +1,5 @@
 // RMSNorm with optional residual addition, forward and backward, a row at a time while it is in cache.
-// Contract: megalite/ops/rmsnorm.py. There is none for LayerNorm: torch's own kernel is faster.
+// Contract: megalite/core/ops/rmsnorm.py. There is none for LayerNorm: torch's own kernel is faster.
 
 #include <cmath>
 

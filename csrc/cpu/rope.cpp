@@ -1,4 +1,4 @@
-// Rotary embedding: heads at any stride, read and written in one pass. Contract: megalite/ops/rope.py.
+// Rotary embedding: heads at any stride, read and written in one pass. Contract: megalite/core/ops/rope.py.
 
 #include <cstring>
 

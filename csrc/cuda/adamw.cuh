@@ -1,4 +1,4 @@
-// Flat AdamW: unscale, clip, update and low-precision write in one pass. Contract: megalite/ops/adamw.py.
+// Flat AdamW: unscale, clip, update and low-precision write in one pass. Contract: megalite/core/ops/adamw.py.
 
 #pragma once
 

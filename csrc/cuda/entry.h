@@ -1,4 +1,4 @@
-// Entry points: plain C functions that Python calls by address (megalite/ops/entry.py). They include no header
+// Entry points: plain C functions that Python calls by address (megalite/core/parts/kernels/entry.py). They include no header
 // of torch or Python, so one binary serves every version of both. Callers check shapes, types and devices.
 #pragma once
 

@@ -1,4 +1,4 @@
-// LAMB's two elementwise kernels on flat buffers. Contract: megalite/ops/lamb.py.
+// LAMB's two elementwise kernels on flat buffers. Contract: megalite/core/ops/lamb.py.
 
 #pragma once
 

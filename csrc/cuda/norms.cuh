@@ -1,5 +1,5 @@
 // L2 norms of segments of a flat buffer, in two stages. Deterministic: the order of sums depends on the lengths only.
-// Contracts: megalite/ops/l2_norm.py, megalite/ops/lamb.py.
+// Contracts: megalite/core/ops/l2_norm.py, megalite/core/ops/lamb.py.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The order of samples in a blend of data sets: the module megalite.data._blend_rule. Contract: megalite/data/blend.py.
+// The order of samples in a blend of data sets: the module megalite.runtime.data._blend_rule. Contract: megalite/runtime/data/blend.py.
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from megalite.base.errors import UserError
-from megalite.config.names import suggest
+from megalite.core.base.errors import UserError
+from megalite.core.options.names import suggest
 from megalite.extras.tool import run_tool, show
 
 Main = Callable[[Sequence[str]], int | None]

@@ -9,12 +9,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megalite.base.downloads import bring_tree
-from megalite.base.errors import require
-from megalite.base.log import logger, setup_logging
-from megalite.base.store import Store, cached_at, check_local, check_url, check_user, is_url, join
-from megalite.checkpoint.remote import local_copy
-from megalite.data import bring_prefix
+from megalite.core.base.errors import require
+from megalite.core.base.log import logger, setup_logging
+from megalite.runtime.checkpoint.remote import local_copy
+from megalite.runtime.data import bring_prefix
+from megalite.runtime.places.downloads import bring_tree
+from megalite.runtime.places.store import Store, cached_at, check_local, check_url, check_user, is_url, join
 
 # Commands that read what exists. Training has its own options for what it keeps locally.
 TOOLS = ("convert", "evaluate", "generate", "inspect", "lm-eval", "plot", "preprocess", "tokenizer")

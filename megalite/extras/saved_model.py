@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.checkpoint.load import find_latest
-from megalite.checkpoint.names import checkpoints_folder, refuse_megatron
-from megalite.checkpoint.safetensors_io import BadCheckpoint
-from megalite.data.tokenizer_files import exported_from, file_in, file_sha256, read_json
+from megalite.core.base.errors import UserError
+from megalite.runtime.checkpoint.load import find_latest
+from megalite.runtime.checkpoint.names import checkpoints_folder, refuse_megatron
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
+from megalite.runtime.data.tokenizer_files import exported_from, file_in, file_sha256, read_json
 
 
 def resolve_checkpoint(path: str | Path) -> Path:

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from megalite.base.child import allow_many_files
-from megalite.base.errors import UserError, printable
-from megalite.base.redact import mask
-from megalite.config.names import suggest
+from megalite.core.base.errors import UserError, printable
+from megalite.core.base.redact import mask
+from megalite.core.options.names import suggest
+from megalite.runtime.base.child import allow_many_files
 
 # Disk errors that the user of a tool can fix.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megalite.data import Rows
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data import Rows
 
 VOCAB = 97
 

@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from megalite.config.options import TYPES
-from megalite.config.parallel import ParallelConfig
+from megalite.core.options.parallel import ParallelConfig
+from megalite.runtime.options.fields import TYPES
 
 # What the composer itself reads; every other key is an option of pretrain_gpt.py.
 OWN_KEYS = ("dp", "data", "resume", "export")

@@ -17,7 +17,7 @@ Plant = Callable[[pytest.MonkeyPatch, Any, int], None]
 @contextmanager
 def planted(name: str, words: Sequence[str], world: int) -> Iterator[None]:
     """Put a fault of `FAULTS` into the library; "": none."""
-    from megalite.config import cli
+    from megalite.runtime.options import cli
 
     with pytest.MonkeyPatch.context() as patch:
         if name:
@@ -29,7 +29,7 @@ def _without(axis: str) -> Plant:
     """Leave an axis out of those over which gradients are summed."""
 
     def plant(patch: pytest.MonkeyPatch, cfg: Any, world: int) -> None:
-        from megalite.sharding import Shard
+        from megalite.core.sharding import Shard
 
         axes = Shard.reduce.fget  # type: ignore[attr-defined]
         patch.setattr(Shard, "reduce", property(lambda self: tuple(name for name in axes(self) if name != axis)))
@@ -39,7 +39,7 @@ def _without(axis: str) -> Plant:
 
 def _aux_loss_with_accumulation(patch: pytest.MonkeyPatch, cfg: Any, world: int) -> None:
     """The balance loss of every micro-batch weighs as much as that of the whole batch."""
-    from megalite.model.routing import Routing
+    from megalite.core.parts.ffn.routing import Routing
 
     p, add = cfg.parallel, Routing.add_loss
     passes = cfg.num_microbatches(world // (p.tp * p.pp * p.cp))
@@ -53,7 +53,7 @@ def _aux_loss_with_accumulation(patch: pytest.MonkeyPatch, cfg: Any, world: int)
 
 def _weight_of_loss(patch: pytest.MonkeyPatch, cfg: Any, world: int) -> None:
     """Losses are divided by cp, as if its ranks held copies of them."""
-    from megalite.train import step
+    from megalite.core import step
 
     run = step.forward_backward
 
@@ -65,8 +65,8 @@ def _weight_of_loss(patch: pytest.MonkeyPatch, cfg: Any, world: int) -> None:
 
 def _experts_averaged(patch: pytest.MonkeyPatch, cfg: Any, world: int) -> None:
     """The gradients of experts are divided by ep once more."""
-    from megalite.ops.grouped import grouped_wgrad
-    from megalite.tensor_parallel.grouped_linear import GroupedLinear
+    from megalite.core.ops.grouped import grouped_wgrad
+    from megalite.core.parts.ffn.grouped_linear import GroupedLinear
 
     init = GroupedLinear.__init__
 
@@ -81,7 +81,7 @@ def _experts_averaged(patch: pytest.MonkeyPatch, cfg: Any, world: int) -> None:
 
 def _window(patch: pytest.MonkeyPatch, cfg: Any, world: int) -> None:
     """Windows see one token more."""
-    from megalite.config.model import ModelConfig
+    from megalite.core.options.model import ModelConfig
 
     window = ModelConfig.window_of
     patch.setattr(ModelConfig, "window_of", lambda self, layer: None if (w := window(self, layer)) is None else w + 1)

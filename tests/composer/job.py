@@ -15,7 +15,7 @@ from tests.composer.outcome import Boxes, Outcome, Task
 
 def run(rank: int, task: Task) -> Outcome:
     """Run a task on one rank."""
-    from megalite.base.errors import UserError
+    from megalite.core.base.errors import UserError
     from tests.composer.faults import planted
 
     # Thousands of runs: nobody reads what they say.
@@ -32,11 +32,11 @@ def run(rank: int, task: Task) -> Outcome:
 def _trained(task: Task) -> Outcome:
     import torch
 
-    from megalite.config import cli
-    from megalite.mesh.context import ParallelContext
-    from megalite.mesh.grid import Grid
-    from megalite.train.loop import steps
-    from megalite.train.start import open_run
+    from megalite.core.mesh.context import ParallelContext
+    from megalite.core.mesh.grid import Grid
+    from megalite.runtime.loop.loop import steps
+    from megalite.runtime.options import cli
+    from megalite.runtime.start.start import open_run
     from tests.composer.data import OwnSamples
 
     torch.set_num_threads(1)
@@ -64,7 +64,7 @@ def _trained(task: Task) -> Outcome:
 
 def _loaded(folder: str, engine: Any) -> Outcome:
     """Return the weights of a Hugging Face folder."""
-    from megalite.checkpoint.hf.start import load_hf
+    from megalite.runtime.checkpoint.hf.start import load_hf
 
     load_hf(folder, engine.cfg.model, engine.optimizer.states(), engine.ctx)
     return Outcome(weights=_masters(engine))
@@ -72,7 +72,7 @@ def _loaded(folder: str, engine: Any) -> Outcome:
 
 def export(rank: int, run_dir: str, folder: str) -> str:
     """Export a run's last checkpoint; return the line of a `UserError`, or ""."""
-    from megalite.base.errors import UserError
+    from megalite.core.base.errors import UserError
     from megalite.extras.convert.hf import export_hf
 
     logging.disable(logging.CRITICAL)
@@ -97,7 +97,7 @@ def _moved(move: int) -> Iterator[None]:
     """Move initial weights by one rounding, up where their last bit is set and else down, or the other way round."""
     import torch
 
-    from megalite.sharding import Shard
+    from megalite.core.sharding import Shard
 
     initial = Shard.initial
 
@@ -119,8 +119,8 @@ def _moved(move: int) -> Iterator[None]:
 @contextmanager
 def _first_gradients() -> Iterator[Boxes]:
     """Provide the gradients of the first step, read before the update, in units of the mean loss."""
-    from megalite.optim.state_tensors import share_states
-    from megalite.train import step as steps
+    from megalite.core import step as steps
+    from megalite.core.optim.state_tensors import share_states
 
     update, boxes = steps.update, Boxes()
 

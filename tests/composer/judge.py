@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megalite.base.errors import UserError
-from megalite.config import cli
-from megalite.families import FAMILIES
+from megalite.core.base.errors import UserError
+from megalite.core.parts.families import FAMILIES
+from megalite.runtime.options import cli
 from tests.composer import draws, job
 from tests.composer.data import write_files
 from tests.composer.draws import Draw

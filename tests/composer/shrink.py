@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from megalite.config.options import GROUP_OF
+from megalite.runtime.options.fields import GROUP_OF
 from tests.composer.draws import Draw
 
 _AXES = ("dp", "tp", "pp", "cp", "ep")

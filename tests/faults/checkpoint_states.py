@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from megalite.base.errors import UserError
-from megalite.checkpoint.load import find_good, load_checkpoint
-from megalite.checkpoint.save import Checkpointer, SaveError
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.sharding import ParamSpec, StateTensor
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.sharding import ParamSpec, StateTensor
+from megalite.runtime.checkpoint.load import find_good, load_checkpoint
+from megalite.runtime.checkpoint.save import Checkpointer, SaveError
 from tests.shards import tp_shard
 
 INJECT = str(Path(__file__).with_name("inject"))

@@ -14,8 +14,8 @@ GATHER = """
 import contextlib, ctypes, os, signal, socket
 from pathlib import Path
 import torch, torch.distributed as dist
-from megalite.mesh.collectives import all_gather
-from megalite.mesh.context import Axis
+from megalite.core.mesh.collectives import all_gather
+from megalite.core.mesh.context import Axis
 
 rank, others = int(os.environ["RANK"]), set(os.listdir("/proc/self/task"))
 dist.init_process_group("gloo")

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.checkpoint.load import find_good, find_latest, load_checkpoint
-from megalite.checkpoint.safetensors_io import BLOCK
-from megalite.checkpoint.save import Checkpointer
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
 from megalite.extras.view.checkpoint import describe
-from megalite.mesh.context import ParallelContext
+from megalite.runtime.checkpoint.load import find_good, find_latest, load_checkpoint
+from megalite.runtime.checkpoint.safetensors_io import BLOCK
+from megalite.runtime.checkpoint.save import Checkpointer
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 
@@ -171,7 +171,7 @@ def test_the_one_before_only_when_told(
     ctx = ParallelContext.single()
     with pytest.raises(UserError, match="--resume-fallback"):
         find_good(root, ctx)
-    monkeypatch.setattr("megalite.base.log.logger.propagate", True)
+    monkeypatch.setattr("megalite.core.base.log.logger.propagate", True)
     good = find_good(root, ctx, fallback=True)
     assert good is not None
     assert good.path == root / "step_00000005"
@@ -200,7 +200,7 @@ def test_extra_files_are_ignored_and_named(
 ) -> None:
     path = root / "step_00000010"
     shutil.copy(root / "step_00000005" / SHARD0, path / "rank_00002.safetensors")
-    monkeypatch.setattr("megalite.base.log.logger.propagate", True)
+    monkeypatch.setattr("megalite.core.base.log.logger.propagate", True)
     states = cs.states_at(-1)
     load_checkpoint(path, states, ParallelContext.single())
     cs.assert_states(states, 10)

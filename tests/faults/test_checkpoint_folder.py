@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger
-from megalite.checkpoint import lock
-from megalite.checkpoint.load import find_good
-from megalite.checkpoint.save import Checkpointer, SaveError
-from megalite.mesh.context import ParallelContext
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
+from megalite.core.mesh.context import ParallelContext
+from megalite.runtime.checkpoint.load import find_good
+from megalite.runtime.checkpoint.save import Checkpointer, SaveError
+from megalite.runtime.places import lock
 from tests.faults import checkpoint_states as cs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megalite.checkpoint.lock import RunLock
+from megalite.runtime.places.lock import RunLock
 RunLock(Path(sys.argv[1]), "owner-run").acquire()
 print("held", flush=True)
 time.sleep(600)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.checkpoint.load import find_good, read_meta
-from megalite.checkpoint.save import Checkpointer, SaveError
-from megalite.mesh.context import ParallelContext
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
+from megalite.runtime.checkpoint.load import find_good, read_meta
+from megalite.runtime.checkpoint.save import Checkpointer, SaveError
 from tests.faults import checkpoint_states as cs
 from tests.rows import always_run
 from tests.workers import WorkerPool
@@ -59,9 +59,9 @@ def test_writer_killed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
 
 SAVER = """
 import os, signal, sys, time
-from megalite.checkpoint.save import Checkpointer
-from megalite.mesh.context import ParallelContext
-from megalite.sharding import ParamSpec
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.sharding import ParamSpec
 from tests.faults import checkpoint_states as cs
 root, big, stop = sys.argv[1], int(sys.argv[2]), "stop" in sys.argv
 checkpointer = Checkpointer(root, ParallelContext.single(), run_id="victim")

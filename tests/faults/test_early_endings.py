@@ -31,8 +31,8 @@ import megalite
 print(flush=True)
 while os.getppid() == launcher:
     pass
-from megalite.mesh.rendezvous import init_process_group
-from megalite.train.exit import leaving_together
+from megalite.core.mesh.rendezvous import init_process_group
+from megalite.runtime.start.exit import leaving_together
 import torch
 with leaving_together():
     init_process_group(torch.device("cpu"))
@@ -40,8 +40,8 @@ with leaving_together():
 MEETS = """
 import torch
 import torch.distributed as dist
-from megalite.mesh.rendezvous import init_process_group
-from megalite.train.exit import leaving_together
+from megalite.core.mesh.rendezvous import init_process_group
+from megalite.runtime.start.exit import leaving_together
 with leaving_together():
     print(flush=True)
     init_process_group(torch.device("cpu"))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config import cli
-from megalite.config.run import Config
+from megalite.core.parts.families import FAMILIES
 from megalite.extras.convert.command import main as convert
 from megalite.extras.inference.load import load_model
-from megalite.families import FAMILIES
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 from tests.faults.test_runtime_faults import codes, committed, once_committed
 from tests.faults.zygote import Zygote
 from tests.parity import jobs

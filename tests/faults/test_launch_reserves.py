@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.base.child import stat_of
 from megalite.extras.launch import agent
+from megalite.runtime.base.child import stat_of
 from tests.faults.test_launch_hosts import ALL_GONE_S, NODES, STARTUP_S, Hosts, Launch, sh, wait_for
 from tests.faults.test_launch_hosts import _nothing_left as _nothing_left
 from tests.faults.test_launch_hosts import hosts as hosts

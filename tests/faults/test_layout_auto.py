@@ -9,10 +9,10 @@ from statistics import median
 import pytest
 import yaml
 
-from megalite.base.hardware import DEVICES
-from megalite.config.options import GROUP_OF, LAYOUT
+from megalite.core.base.hardware import DEVICES
 from megalite.extras.plan.cluster import FITTED, write_calibration
 from megalite.extras.view.metrics import read_metrics
+from megalite.runtime.options.fields import GROUP_OF, LAYOUT
 from tests.faults.zygote import Zygote
 
 FLAGS = (

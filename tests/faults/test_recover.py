@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from megalite.base.child import children, stat_of
-from megalite.config.model import ModelConfig
-from megalite.model.parameters import param_map
-from megalite.sharding.shard import count_parameters
+from megalite.core.model.parameters import param_map
+from megalite.core.options.model import ModelConfig
+from megalite.core.sharding.shard import count_parameters
+from megalite.runtime.base.child import children, stat_of
 from tests.faults.test_runtime_faults import FOREVER, RUN, codes, committed, events, once_committed, outcome
 from tests.faults.zygote import Job, Zygote, members_of, processes_of
 from tests.ranks import ROOT, reserve_port
@@ -583,7 +583,7 @@ def test_without_it_the_processes_are_those_of_before(zygote: Zygote, tmp_path: 
     job.wait_for(0, "step 2/")
     names = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children(job.pid(0))]
     started = [name[-3] for name in names if b"-c" in name]
-    assert sorted(started) == [b"megalite.checkpoint.writer", b"megalite.train.watch.watchdog"]
+    assert sorted(started) == [b"megalite.runtime.checkpoint.writer", b"megalite.runtime.watch.watchdog"]
     assert "megalite-copy" not in Path(f"/proc/{job.pid(0)}/maps").read_text()
     (tmp_path / "go on").touch()
     assert codes(job.end()) == [0]

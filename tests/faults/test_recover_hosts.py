@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megalite.base.child import children, stat_of
+from megalite.runtime.base.child import children, stat_of
 from tests.faults.networks import networks
 from tests.faults.test_recover import evaluations, kill, process_of, repeated
 from tests.faults.test_runtime_faults import RUN, codes, committed, events, outcome

@@ -46,7 +46,7 @@ def test_memory_is_still_limited_by_the_machine() -> None:
 LOCKED = """
 import sys, time
 from pathlib import Path
-from megalite.checkpoint.lock import RunLock
+from megalite.runtime.places.lock import RunLock
 RunLock(Path(sys.argv[1]), "owner").acquire()
 print("held", flush=True)
 time.sleep(600 if len(sys.argv) > 2 else 0)

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.base.store import Store
-from megalite.checkpoint import remote
-from megalite.checkpoint.load import verify_together
-from megalite.checkpoint.names import step_folders
+from megalite.core.mesh.context import ParallelContext
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.mesh.context import ParallelContext
+from megalite.runtime.checkpoint import remote
+from megalite.runtime.checkpoint.load import verify_together
+from megalite.runtime.checkpoint.names import step_folders
+from megalite.runtime.places.store import Store
 from tests.faults.zygote import Job, Zygote
 from tests.ranks import finish, reserve_port, run_ranks, start_rank
 from tests.stores import S3, BreakingProxy, Fault, environment, secrets_in

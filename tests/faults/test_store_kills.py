@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.base.store import Store
-from megalite.checkpoint import remote
-from megalite.checkpoint.manifest import Manifest, commit_text
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.checkpoint import remote
+from megalite.runtime.checkpoint.manifest import Manifest, commit_text
+from megalite.runtime.places.store import Store
 from tests.faults.networks import networks
 from tests.faults.zygote import Job, Zygote
 from tests.ranks import reserve_port

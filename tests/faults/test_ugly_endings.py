@@ -56,7 +56,8 @@ def test_an_earlier_config_survives_a_full_disk(tmp_path: Path) -> None:
     """In a process whose files may have 100 bytes: the kernel's own refusal, as of a full disk."""
     (tmp_path / "config.yaml").write_text("earlier")
     script = (
-        "import resource, signal, sys; from pathlib import Path; from megalite.train.run_dir import write_config\n"
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from megalite.runtime.start.run_dir import write_config\n"
         "from megalite.extras.tool import run_tool\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "run_tool(lambda: write_config(Path(sys.argv[1]), 'x' * 1000))"
@@ -82,7 +83,9 @@ def test_a_crash_is_not_silent(tmp_path: Path) -> None:
         "        data[5000]\n"
     )
     tool = "from megalite.extras.tool import run_tool\nrun_tool(read_a_mapped_file)\n"
-    rank = "from megalite.train.exit import leaving_together\nwith leaving_together():\n    read_a_mapped_file()\n"
+    rank = (
+        "from megalite.runtime.start.exit import leaving_together\nwith leaving_together():\n    read_a_mapped_file()\n"
+    )
     for around in (tool, rank):
         done = subprocess.run(
             [sys.executable, "-c", crash + around, str(tmp_path / "file")],

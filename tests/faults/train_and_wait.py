@@ -6,13 +6,13 @@ import os
 import sys
 from typing import Any
 
-from megalite.train.recover.member import become_guard_if_asked
+from megalite.runtime.recover.member import become_guard_if_asked
 
 if __name__ == "__main__":
     become_guard_if_asked(sys.argv[1:])
 
 import pretrain_gpt
-from megalite.train.run import Run
+from megalite.runtime.loop.run import Run
 from tests.faults.zygote import wait_for_file
 
 

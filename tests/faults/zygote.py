@@ -248,14 +248,15 @@ def install(fault: dict[str, Any]) -> None:
     import numpy as np
     import torch
 
-    from megalite.checkpoint.snapshot import Snapshot
-    from megalite.data import BatchLoader
-    from megalite.data.rows import Rows
-    from megalite.pipeline import executor
-    from megalite.sharding.parameter import ShardedParameter
-    from megalite.train import loop, step
-    from megalite.train.recover.member import GuardedRank
-    from megalite.train.watch.heartbeat import Heartbeat
+    from megalite.core import step
+    from megalite.core.pipeline import executor
+    from megalite.core.rows import Rows
+    from megalite.core.sharding.parameter import ShardedParameter
+    from megalite.runtime.checkpoint.snapshot import Snapshot
+    from megalite.runtime.data import BatchLoader
+    from megalite.runtime.loop import loop
+    from megalite.runtime.recover.member import GuardedRank
+    from megalite.runtime.watch.heartbeat import Heartbeat
 
     place, at, armed = fault["place"], fault.get("at"), []
     act = FAULTS.get(fault["kind"], lambda: None)
@@ -392,8 +393,8 @@ def be_rank(job: dict[str, Any]) -> None:
 
 def be_guard(job: dict[str, Any]) -> None:
     """Guard a rank whose processes are forked, so that they need not import anything."""
-    from megalite.train.recover.guard import Guard
-    from megalite.train.recover.main import reserve
+    from megalite.runtime.recover.guard import Guard
+    from megalite.runtime.recover.main import reserve
 
     words = job["arguments"]
     spares = int(words[words.index("--spare-ranks") + 1]) if "--spare-ranks" in words else 0

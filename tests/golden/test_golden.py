@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config import cli
-from megalite.mesh.grid import Grid
+from megalite.core.mesh.grid import Grid
+from megalite.runtime.options import cli
 from tests.golden.bits import compare
 from tests.golden.doors import Output
 from tests.golden.small_runs import BASE, RUNS

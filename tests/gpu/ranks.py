@@ -16,12 +16,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megalite.config.run import Config
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.device import pick_device
-from megalite.mesh.grid import Grid
-from megalite.mesh.rendezvous import init_process_group
-from megalite.train.build import build_engine
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.device import pick_device
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.rendezvous import init_process_group
+from megalite.runtime.options.run import Config
 from tests.gpu import staged
 from tests.parity import jobs
 from tests.parity.test_zero import Gradients, boxes_of, config, put_together

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.ops import native, resolve
+from megalite.core.ops import resolve
+from megalite.core.parts.kernels import native
 from tests.ops_contract import check
 from tests.unit.ops.test_native import CONTRACT
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.mesh.context import ParallelContext
-from megalite.train.build import build_engine
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
 from tests.parity import jobs
 
 pytestmark = [

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import megalite
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.ops.choose import OPS
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.ops.choose import OPS
-from megalite.train.build import build_engine
 from tests.parity import jobs
 
 DEVICE = os.environ.get("MEGALITE_TEST_DEVICE", "cuda")
@@ -105,7 +105,7 @@ def test_peak_memory_is_the_planned_one() -> None:
     before = torch.cuda.memory_allocated()
     engine = build_engine(cfg, ParallelContext.single(torch.device("cuda")))
     engine.optimizer.init_parameters(cfg.train.seed)
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     batch = np.random.default_rng(0).integers(0, 32000, (jobs.BATCH, 1025))
     for step in (1, 2):

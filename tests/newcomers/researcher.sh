@@ -3,9 +3,9 @@ set -eu
 cat >mine.py <<'PY'
 import numpy as np
 import torch
-from megalite.mesh.collectives import start_all_gather
-from megalite.update_rules import RULES
-from megalite.update_rules.rule import UpdateRule
+from megalite.core.mesh.collectives import start_all_gather
+from megalite.core.parts.update import RULES
+from megalite.core.parts.update.rule import UpdateRule
 from pretrain_gpt import leaving_together, main
 
 

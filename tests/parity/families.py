@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from megalite.config.model import ModelConfig
-from megalite.families import FAMILIES
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families import FAMILIES
 from tests.parity import jobs
 
 SIZES: dict[str, Any] = {

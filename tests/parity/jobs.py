@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.model import ModelConfig
-from megalite.config.optim import OptimConfig
-from megalite.config.parallel import ParallelConfig
-from megalite.config.run import Config
-from megalite.config.train import TrainConfig
-from megalite.families import FAMILIES
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.optim import OptimConfig
+from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.train import TrainConfig
+from megalite.core.parts.families import FAMILIES
+from megalite.runtime.options.run import Config
 
 SEQ, BATCH, STEPS, VOCAB = 16, 8, 4, 90
 
@@ -100,10 +100,10 @@ def engines(cfgs: Sequence[Config], world: int) -> Iterator[Any]:
     """
     import torch
 
-    from megalite.mesh.context import ParallelContext
-    from megalite.mesh.grid import Grid
-    from megalite.optim.check_buckets import check_buckets
-    from megalite.train.build import build_engine
+    from megalite.core.build import build_engine
+    from megalite.core.mesh.context import ParallelContext
+    from megalite.core.mesh.grid import Grid
+    from megalite.core.optim.check_buckets import check_buckets
 
     (grid,) = {Grid.from_config(cfg.parallel, world) for cfg in cfgs}
     ctx = ParallelContext.create(grid, torch.device("cpu"))
@@ -117,7 +117,7 @@ def engines(cfgs: Sequence[Config], world: int) -> Iterator[Any]:
 
 def check_copies(engine: Any) -> None:
     """Compare copies, as a save would."""
-    from megalite.checkpoint.check_replicas import check_replicas
+    from megalite.runtime.checkpoint.check_replicas import check_replicas
 
     engine.optimizer.wait_weights()
     check_replicas(engine.optimizer.copies(), engine.ctx)
@@ -170,7 +170,7 @@ def plain_gradients(
 
 def run_steps(engine: Any, steps: int, first: int = 1) -> list[tuple[float, float]]:
     """Train on the fixed batches; returns (loss, gradient norm) of each step."""
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     dp = engine.ctx.dp
     out = []

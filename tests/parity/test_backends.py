@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.config.model import ModelConfig
-from megalite.ops import resolve
+from megalite.core.ops import resolve
+from megalite.core.options.model import ModelConfig
 from tests.parity import jobs
 from tests.rows import always_run
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.run import Config
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_rates import alone, config, weights, whole
 from tests.parity.test_resume import LAYOUTS, MODEL, losses, train

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.core.options.model import ModelConfig
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_experts import QWEN, Shape, ranks_of
 from tests.parity.test_zero import assert_close, boxes_of, config, put_together, scaled
@@ -54,7 +54,7 @@ def balanced(rank: int, cfgs: Sequence[Config], world: int, start: tuple[float, 
 
     The first experts' biases start from `start`, the others from 0.
     """
-    from megalite.train import step as steps
+    from megalite.core import step as steps
 
     out: list[Result] = []
     for engine in jobs.engines(cfgs, world):
@@ -84,7 +84,7 @@ def biases_of(engine: Any) -> dict[str, np.ndarray]:
 @cache
 def one_process(cfg: Config, start: tuple[float, ...] = ()) -> Result:
     """As in one process, where no choice of an expert or group is so close that rounding could turn it."""
-    from megalite.model.routing import Router
+    from megalite.core.parts.ffn.routing import Router
 
     gaps: list[float] = []
     choose = Router._choose
@@ -169,9 +169,9 @@ def test_experts_that_every_token_takes(pool: WorkerPool, start: tuple[float, ..
 
 def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> list[Result]:
     """`balanced`, wrong in one way."""
-    from megalite.model.routing_log import RoutingLog
-    from megalite.train import routing_figures as routing
-    from megalite.train import step
+    from megalite.core import step
+    from megalite.core.parts.ffn import routing_figures as routing
+    from megalite.core.parts.ffn.routing_log import RoutingLog
 
     move = routing.move_biases
 
@@ -209,7 +209,7 @@ def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
 
 
 def test_skipped_steps_and_evaluations_leave_biases_alone() -> None:
-    from megalite.train.step import eval_step, train_step
+    from megalite.core.step import eval_step, train_step
 
     engine = jobs.start(0, jobs.make_config(BIASED), 1)
     (batch,) = jobs.batches(1)
@@ -235,7 +235,7 @@ def test_skipped_steps_and_evaluations_leave_biases_alone() -> None:
 
 def test_scores_that_are_all_zero_leave_finite_gradients() -> None:
     """Sigmoids underflow in fp32; neither weights nor losses may divide by their sum."""
-    from megalite.model.routing import Router
+    from megalite.core.parts.ffn.routing import Router
 
     logits_of = Router.forward
     with pytest.MonkeyPatch.context() as patch:
@@ -246,7 +246,7 @@ def test_scores_that_are_all_zero_leave_finite_gradients() -> None:
 
 def test_groups_are_closed_whatever_the_bias() -> None:
     """The best groups hold the choice although all of their scores are negative, and others are not."""
-    from megalite.model.routing import Router
+    from megalite.core.parts.ffn.routing import Router
 
     engine = jobs.start(0, jobs.make_config(BIASED), 1)
     router = next(m for m in engine.stages[0].modules() if isinstance(m, Router))

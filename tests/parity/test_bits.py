@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.schedules.pipeline import SCHEDULES
-from megalite.sharding import Shard
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.schedules.pipeline import SCHEDULES
+from megalite.core.sharding import Shard
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
@@ -43,8 +43,8 @@ def gradients(rank: int, cfgs: Sequence[Config], world: int) -> list[Grads]:
 
 
 def gradients_of(engine: Any) -> Grads:
-    from megalite.data import Rows
-    from megalite.train.step import to_microbatches
+    from megalite.core.step import to_microbatches
+    from megalite.runtime.data import Rows
 
     cfg, dp = engine.cfg, engine.ctx.dp
     share = np.split(jobs.batches(1)[0], dp.size)[dp.rank]

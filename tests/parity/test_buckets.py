@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.optim.check_buckets import describe
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families import FAMILIES
 from megalite.extras.estimate.record import recorded_world
-from megalite.families import FAMILIES
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.optim.check_buckets import describe
-from megalite.train.build import build_engine
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.families import tiny
 from tests.parity.test_resume import losses, train
@@ -147,7 +147,7 @@ def test_shares_of_experts_have_replicas_of_their_own(pool: WorkerPool) -> None:
 
 def other_order(rank: int, arguments: list[str]) -> str:
     """What the start of a run says where rank 1 has its buckets in another order."""
-    from megalite.train import build
+    from megalite.core import build
 
     make = build.make_buckets
     with pytest.MonkeyPatch.context() as patch:
@@ -170,8 +170,8 @@ def test_other_buckets_are_refused_at_the_start(pool: WorkerPool, tmp_path: Path
 
 def fewer_copies(rank: int, cfg: Config) -> str:
     """What the check of a save says where rank 1 has its copies in another order, then fewer of them."""
-    from megalite.checkpoint.check_replicas import check_replicas
-    from megalite.checkpoint.save import SaveError
+    from megalite.runtime.checkpoint.check_replicas import check_replicas
+    from megalite.runtime.checkpoint.save import SaveError
 
     engine = jobs.start(rank, cfg, 2)
     optimizer = engine.optimizer

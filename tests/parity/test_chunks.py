@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.batch import Documents, MicroBatch
-from megalite.config.run import Config
-from megalite.families import FAMILIES
-from megalite.model.flops import flops_per_token
+from megalite.core.base.errors import UserError
+from megalite.core.batch import Documents, MicroBatch
+from megalite.core.model.flops import flops_per_token
+from megalite.core.parts.families import FAMILIES
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_documents import SEQ, alone, packed, token_losses
 from tests.parity.test_experts import EXPERTS, Row, Shape, check, one_process, ranks_of
@@ -109,8 +109,8 @@ _DENSE: dict[str, Any] = {
 
 def with_fault(rank: int, fault: str, cfgs: list[Config], world: int) -> Any:
     """`trained`, wrong in one way."""
-    from megalite.model.rotary import Temperature
-    from megalite.tensor_parallel.dispatch import AllToAll
+    from megalite.core.model.rotary import Temperature
+    from megalite.core.parts.ffn.dispatch import AllToAll
 
     make, cut, send = Temperature.__call__, MicroBatch.in_chunks, AllToAll.send
 

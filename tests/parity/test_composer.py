@@ -54,8 +54,8 @@ def test_a_planted_fault_is_found(pool: WorkerPool, fault: str) -> None:
 
 def test_most_draws_run() -> None:
     """Refused by a rule of options that exclude each other are few."""
-    from megalite.base.errors import UserError
-    from megalite.config import cli
+    from megalite.core.base.errors import UserError
+    from megalite.runtime.options import cli
 
     refused = []
     for number in range(1, 201):

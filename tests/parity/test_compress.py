@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
@@ -37,10 +37,10 @@ def losses(rank: int, runs: list[tuple[Config, int]], world: int) -> list[list[f
     """Losses of (config, steps)."""
     import torch
 
-    from megalite.mesh.context import ParallelContext
-    from megalite.mesh.grid import Grid
-    from megalite.train.build import build_engine
-    from megalite.train.step import train_step
+    from megalite.core.build import build_engine
+    from megalite.core.mesh.context import ParallelContext
+    from megalite.core.mesh.grid import Grid
+    from megalite.core.step import train_step
 
     ctx = ParallelContext.create(Grid.of(world), torch.device("cpu"))
     data = batches()

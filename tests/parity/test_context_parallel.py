@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.batch import MicroBatch, Positions
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.data import Rows
+from megalite.core.batch import MicroBatch, Positions
+from megalite.core.options.model import ModelConfig
+from megalite.runtime.data import Rows
+from megalite.runtime.options.run import Config
 from tests.parity import jobs, test_documents
 from tests.parity.test_zero import (
     GPT2,
@@ -207,7 +207,7 @@ def chats() -> Rows:
 
 def trained_on_chats(rank: int, cfgs: Sequence[Config], world: int) -> list[Any]:
     """By config: loss and norm of a step and of an evaluation, and the boxes of the gradients."""
-    from megalite.train.step import eval_step, train_step
+    from megalite.core.step import eval_step, train_step
 
     out, rows = [], chats()
     for engine in jobs.engines(cfgs, world):
@@ -269,9 +269,9 @@ FAULTS = (
 
 def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any:
     """`trained`, wrong in one way."""
-    from megalite.context_parallel import gather
-    from megalite.mesh import grid
-    from megalite.train import step
+    from megalite.core import step
+    from megalite.core.mesh import grid
+    from megalite.core.parts.context import gather
 
     def shifted(batch: MicroBatch, ranks: int, rank: int, shared: Any = MicroBatch.shared) -> MicroBatch:
         part = shared(batch, ranks, rank)

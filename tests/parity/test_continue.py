@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.config.options import GROUPS
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference.evaluate import mean_loss
@@ -25,8 +26,7 @@ from megalite.extras.inference.generate import generate
 from megalite.extras.inference.load import find_weights, load_model
 from megalite.extras.inference.score import Scorer, scoring_config
 from megalite.extras.saved_model import resolve_checkpoint
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
+from megalite.runtime.options.fields import GROUPS
 from tests.parity.test_resume import losses, train
 from tests.ranks import ROOT
 from tests.unit.checkpoint.jobs import whole_tensors
@@ -76,11 +76,11 @@ def stage(rank: int, arguments: list[str], world: int) -> dict[str, Any]:
     """Open a run, note the state that it starts from, and train."""
     import torch
 
-    from megalite.config import cli
-    from megalite.mesh.context import ParallelContext
-    from megalite.mesh.grid import Grid
-    from megalite.train.loop import fit
-    from megalite.train.start import open_run
+    from megalite.core.mesh.context import ParallelContext
+    from megalite.core.mesh.grid import Grid
+    from megalite.runtime.loop.loop import fit
+    from megalite.runtime.options import cli
+    from megalite.runtime.start.start import open_run
 
     cfg = cli.parse(arguments, dialect=DIALECT).config
     run = open_run(cfg, ParallelContext.create(Grid.from_config(cfg.parallel, world), torch.device("cpu")))

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.checkpoint.manifest import commit_text
-from megalite.data.blend import BlendOrder
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.train import resume, start
+from megalite.runtime.checkpoint.manifest import commit_text
+from megalite.runtime.data.blend import BlendOrder
+from megalite.runtime.start import resume, start
 from tests.parity.test_resume import MODEL, losses, train
 from tests.workers import WorkerPool
 
@@ -81,7 +81,7 @@ def test_a_blend_resumes_in_another_layout(
 
 def train_counted(rank: int, arguments: list[str], world: int) -> int:
     """Train, and count the samples that this rank reads from files."""
-    from megalite.data.samples import GPTDataset
+    from megalite.runtime.data.samples import GPTDataset
 
     read, sample = [0], GPTDataset.sample
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.families import FAMILIES
-from megalite.model.parameters import param_map
-from megalite.ops import delta_rule
+from megalite.core.base.errors import UserError
+from megalite.core.model.parameters import param_map
+from megalite.core.ops import delta_rule
+from megalite.core.parts.families import FAMILIES
 from tests.parity import jobs, test_documents, test_experts, test_latents, test_multi_token
 from tests.parity.test_experts import Row, Shape, ranks_of
 from tests.parity.test_latents import errors
@@ -155,7 +155,7 @@ def test_every_gradient_of_packed_documents(pool: WorkerPool) -> None:
 
 def packed_logits(model: Any, starts: np.ndarray) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits of two samples of several documents, and of each document by itself, in one process."""
-    from megalite.batch import Documents, ForwardPass, MicroBatch
+    from megalite.core.batch import Documents, ForwardPass, MicroBatch
 
     engine = jobs.start(0, jobs.make_config(model), 1)
     engine.optimizer.wait_weights()
@@ -182,7 +182,7 @@ def test_packed_documents_are_as_if_alone() -> None:
 
 def test_states_go_on_where_attention_is_in_chunks() -> None:
     """--attention-chunk-size is about layers with attention: a first token is felt far behind its chunk."""
-    from megalite.batch import ForwardPass, MicroBatch
+    from megalite.core.batch import ForwardPass, MicroBatch
 
     engine = jobs.start(0, jobs.make_config(dataclasses.replace(HYBRID, attention_chunk_size=8)), 1)
     engine.optimizer.wait_weights()

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.batch import ForwardPass
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.data import Rows
+from megalite.core.batch import ForwardPass
+from megalite.core.options.model import ModelConfig
+from megalite.runtime.data import Rows
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_layouts import LAYOUTS, micro_batch_size
 from tests.parity.test_zero import boxes_of, put_together
@@ -58,7 +58,7 @@ def alone() -> Rows:
 
 @torch.no_grad()
 def token_losses(engine: Any, rows: Rows) -> np.ndarray:
-    from megalite.train.step import to_microbatches
+    from megalite.core.step import to_microbatches
 
     (batch,) = to_microbatches(rows, len(rows), torch.device("cpu"))
     out = engine.stages[0](batch.tokens_SB, batch, ForwardPass(0, 0, training=False))
@@ -75,7 +75,7 @@ def test_token_losses_are_those_of_each_document_alone(name: str) -> None:
 
 def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Any]:
     """By config: loss and gradient norm of a step on packed documents, the boxes of its gradients, evaluation loss."""
-    from megalite.train.step import eval_step, train_step
+    from megalite.core.step import eval_step, train_step
 
     out = []
     for engine in jobs.engines(cfgs, world):
@@ -152,7 +152,7 @@ def answers(counts: Sequence[int], per_sample: bool = False) -> Rows:
 
 def learned(rank: int, cfgs: Sequence[Config], world: int, batches: Sequence[Rows]) -> list[list[tuple[float, ...]]]:
     """By config: loss, gradient norm and weight of the targets of each batch."""
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     out = []
     for cfg in cfgs:
@@ -178,7 +178,7 @@ def test_loss_is_divided_once_by_the_true_count(pool: WorkerPool) -> None:
     # By hand, from the loss of each sample: megalite's mean over samples of one answer each.
     alone = [answers(counts)[i : i + 1] for i in range(8)]
     one = jobs.start(0, jobs.make_config(model, global_batch_size=1), 1)
-    from megalite.train.step import eval_step
+    from megalite.core.step import eval_step
 
     means = np.array([eval_step(one, rows)[0] for rows in alone])
     assert want[0][0] == pytest.approx(np.average(means, weights=counts), rel=1e-5)

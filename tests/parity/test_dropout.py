@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.checkpoint.manifest import commit_text
-from megalite.config.model import ModelConfig
+from megalite.core.options.model import ModelConfig
+from megalite.runtime.checkpoint.manifest import commit_text
 from tests.parity import jobs, test_delta_nets, test_latents, test_multi_token, test_resume
 from tests.parity.test_experts import MIXTRAL, QWEN, Row, Shape, ranks_of
 from tests.parity.test_zero import assert_same, config, scaled, trained

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.run import Config
+from megalite.runtime.options.run import Config
 from tests.parity.jobs import BATCH, SEQ, VOCAB, batches, llama, make_config, start
 from tests.rows import layout_tests
 from tests.workers import WorkerPool
@@ -26,7 +26,7 @@ class Documents:
         return len(self.samples)
 
     def sample(self, i: int) -> Any:
-        from megalite.data import Rows
+        from megalite.runtime.data import Rows
 
         if i % 3:
             return self.samples[i]
@@ -41,12 +41,12 @@ def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None)
     """The suspects and the obstacle of an exchange after an update; `fault`: whose hardware adds what is wrong."""
     import torch
 
-    from megalite.data import OwnDataset
-    from megalite.train.exchange import exchange
-    from megalite.train.local_gradients import LocalGradients
-    from megalite.train.recover.copies import sums_of_bits
-    from megalite.train.run import open_loader
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
+    from megalite.runtime.data import OwnDataset
+    from megalite.runtime.loop.run import open_loader
+    from megalite.runtime.recover.copies import sums_of_bits
+    from megalite.runtime.recover.exchange import exchange
+    from megalite.runtime.recover.local_gradients import LocalGradients
 
     def state() -> list[int]:
         return sums_of_bits([state.flat for state in engine.optimizer.states()]).tolist()

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config.model import ModelConfig
-from megalite.config.rates import rates_at
-from megalite.config.run import Config
-from megalite.model.parameters import param_map
-from megalite.sharding import Shard
+from megalite.core.model.parameters import param_map
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.rates import rates_at
+from megalite.core.sharding import Shard
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_zero import assert_close, config, put_together, scaled, trained
 from tests.rows import layout_tests
@@ -113,7 +113,7 @@ GRID: dict[Shape, list[Row]] = {
 @cache
 def one_process(cfg: Config) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
     """As in one process, where no choice between two experts is so close that rounding could turn it."""
-    from megalite.model.routing import Router
+    from megalite.core.parts.ffn.routing import Router
 
     gaps: list[float] = []
     logits_of = Router.forward
@@ -215,12 +215,12 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
     """`trained`, wrong in one way."""
     from types import SimpleNamespace
 
-    from megalite.mesh.collectives import FinishedWork
-    from megalite.model import moe, routing
-    from megalite.model.ffn import routed as kind
-    from megalite.ops.grouped import grouped_wgrad
-    from megalite.tensor_parallel.dispatch import AllToAll
-    from megalite.tensor_parallel.grouped_linear import GroupedLinear
+    from megalite.core.mesh.collectives import FinishedWork
+    from megalite.core.ops.grouped import grouped_wgrad
+    from megalite.core.parts.ffn import moe, routing
+    from megalite.core.parts.ffn import routed as kind
+    from megalite.core.parts.ffn.dispatch import AllToAll
+    from megalite.core.parts.ffn.grouped_linear import GroupedLinear
 
     (parallel,) = {cfg.parallel for cfg in cfgs}
     balance, way, axes = routing.Router._balance, AllToAll.__init__, Shard.reduce.fget
@@ -287,7 +287,7 @@ def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
 
 def unused(rank: int, cfgs: Any, world: int, run: Any = trained) -> Any:
     """`run`, with routers that never choose the second half of the experts."""
-    from megalite.model.routing import Router
+    from megalite.core.parts.ffn.routing import Router
 
     logits_of = Router.forward
 
@@ -328,8 +328,8 @@ def test_experts_without_a_token_decay(pool: WorkerPool) -> None:
 
 def crowded(rank: int, cfgs: Sequence[Config], world: int) -> Any:
     """`trained`, with routers that prefer the first half of the experts; bytes kept for backward by experts' layers."""
-    from megalite.model.moe import Experts
-    from megalite.model.routing import Router
+    from megalite.core.parts.ffn.moe import Experts
+    from megalite.core.parts.ffn.routing import Router
 
     logits_of, apply, kept = Router.forward, Experts.forward, []
 
@@ -371,8 +371,8 @@ def test_a_crowded_rank_keeps_the_inputs_of_its_experts(pool: WorkerPool) -> Non
 
 def routed(rank: int, cfgs: Sequence[Config], world: int, skewed: bool) -> list[dict[str, float]]:
     """Figures of the routers of one step, also by layer."""
-    from megalite.model.routing import Router
-    from megalite.train.step import train_step
+    from megalite.core.parts.ffn.routing import Router
+    from megalite.core.step import train_step
 
     logits_of = Router.forward
     out = []

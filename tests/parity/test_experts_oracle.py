@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.checkpoint.hf.start import hf_model_config, load_hf
-from megalite.checkpoint.save import Checkpointer
-from megalite.config.run import Config
 from megalite.extras.convert.hf import export_hf
+from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_oracle import train_plainly
 from tests.rows import always_run

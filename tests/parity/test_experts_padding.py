@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.checkpoint.hf.start import hf_model_config, load_hf
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.data import Rows
+from megalite.core.options.model import ModelConfig
+from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
+from megalite.runtime.data import Rows
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_bias import BIASED, biases_of
 from tests.parity.test_experts import MIXTRAL, QWEN, Row, Shape, ranks_of
@@ -63,7 +63,7 @@ def rows_of(tokens: np.ndarray, every: int = 1, per_sample: bool = False) -> Row
 
 def router_gradients(folder: Path, rows: Rows, **coeffs: float) -> tuple[np.ndarray, Any]:
     """The gradient of the router, with some coefficients minus without; figures of the first."""
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     out, figures = [], []
     model = replace(hf_model_config(folder), seq_len=SEQ, moe_router_load_balancing_type="aux_loss")
@@ -119,7 +119,7 @@ def test_gradient_of_the_balance_is_that_of_transformers(mixtral: tuple[Path, An
 
 def test_biases_move_by_the_tokens_that_are_not_padding(tmp_path: Path) -> None:
     """DeepSeek-V3's, by the choices of transformers' routers; with padding some move the other way."""
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     hf = make_model("deepseek_v3", tmp_path)
     tokens = conversations([9, 3, 4, 2, 2, 1, 6, 3], jobs.SEQ)
@@ -196,7 +196,7 @@ Result = tuple[dict[str, float], Gradients, np.ndarray, dict[str, np.ndarray]]
 
 def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Result]:
     """By config, of one step: figures, boxes of the gradients, tokens of each expert, biases after it."""
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     out = []
     for engine in jobs.engines(cfgs, world):
@@ -214,7 +214,7 @@ def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Result]:
 @cache
 def one_process(cfg: Config) -> Result:
     """As in one process, where no choice of an expert is so close that rounding could turn it."""
-    from megalite.model.routing import Router
+    from megalite.core.parts.ffn.routing import Router
 
     gaps, choose = [], Router._choose
 
@@ -256,8 +256,8 @@ test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> list[Result]:
     """`trained`, wrong in one way."""
-    from megalite.model.routing import Router
-    from megalite.train import step
+    from megalite.core import step
+    from megalite.core.parts.ffn.routing import Router
 
     init = Router.__init__
 
@@ -295,7 +295,7 @@ def test_modules_count_what_lies_in_the_document() -> None:
 @pytest.mark.parametrize("model", [MIXTRAL, FURTHER], ids=["mixtral", "further"])
 def test_passes_without_a_token_add_nothing(model: ModelConfig) -> None:
     """Gradients of 0, and no NaN: with padding alone, and with tokens of which none is learned."""
-    from megalite.train.step import forward_backward, train_step
+    from megalite.core.step import forward_backward, train_step
 
     engine = jobs.start(0, jobs.make_config(model), 1)
     rows = packed()

@@ -19,18 +19,18 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.fp8_recipes import RECIPES
-from megalite.config.fp8 import fp8_layers
-from megalite.config.run import Config
+from megalite.core.mesh import collectives
+from megalite.core.mesh.grid import Grid
+from megalite.core.optim import bucket
+from megalite.core.options.fp8 import fp8_layers
+from megalite.core.parts.families import FAMILIES
+from megalite.core.parts.quant import fp8
+from megalite.core.parts.quant.fp8_recipes import RECIPES
+from megalite.core.step import train_step
+from megalite.core.tensor_parallel import products
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.families import FAMILIES
-from megalite.mesh import collectives
-from megalite.mesh.grid import Grid
-from megalite.ops import fp8
-from megalite.optim import bucket
-from megalite.tensor_parallel import products
-from megalite.train import fp8_amax
-from megalite.train.step import train_step
+from megalite.runtime.options.run import Config
+from megalite.runtime.record import fp8_amax
 from tests.parity import jobs, test_resume
 from tests.rows import always_run
 from tests.unit.tensor_parallel.test_products import BLOCKS, SMALL, plant

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config.run import Config
+from megalite.runtime.options.run import Config
 from tests.parity.jobs import llama, make_config, run_steps, start
 from tests.workers import WorkerPool
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config.model import ModelConfig
-from megalite.config.rope import RopeScaling
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.rope import RopeScaling
+from megalite.runtime.options.run import Config
 from tests.parity import jobs, test_documents
 from tests.parity.test_experts import Row, Shape, compiled, ranks_of
 from tests.parity.test_zero import assert_same, config, one_process, put_together, scaled, trained

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.core.options.model import ModelConfig
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.rows import always_run
 from tests.workers import WorkerPool

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import megalite
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference import command
 from megalite.extras.inference.lm_eval import run_tasks
@@ -108,11 +108,11 @@ def test_results_are_those_of_lm_evals_own_model(
 def test_every_single_answer_is_that_of_lm_evals_own_model(made: Path, theirs: dict[str, Any]) -> None:
     from lm_eval.api.instance import Instance
 
-    from megalite.data.tokenizer import load_tokenizer
+    from megalite.core.mesh.context import ParallelContext
     from megalite.extras.inference.lm_eval_model import HarnessLM
     from megalite.extras.inference.load import find_weights
     from megalite.extras.inference.score import Scorer, scoring_config
-    from megalite.mesh.context import ParallelContext
+    from megalite.runtime.data.tokenizer import load_tokenizer
 
     weights = find_weights(made / "run")
     scorer = Scorer(scoring_config(weights, 1), ParallelContext.single(), weights)

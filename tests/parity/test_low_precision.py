@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.optim import low_precision
 from megalite.extras.plan.report import update_rows
-from megalite.optim import low_precision
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 from tests.parity import jobs, test_resume
 from tests.parity.test_muon import CUT, MIXTRAL, SMALL, boxes_of
 from tests.parity.test_zero import Gradients, put_together

@@ -16,12 +16,12 @@ import torch
 from torch.nn import functional as F
 
 import megalite
-from megalite.base.errors import UserError
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.data import Rows
-from megalite.model.parameters import param_map
-from megalite.sharding import Shard
+from megalite.core.base.errors import UserError
+from megalite.core.model.parameters import param_map
+from megalite.core.options.model import ModelConfig
+from megalite.core.sharding import Shard
+from megalite.runtime.data import Rows
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_experts import Shape, ranks_of
 from tests.parity.test_zero import Gradients, boxes_of, config, put_together, scaled
@@ -162,7 +162,7 @@ def trained(rank: int, cfgs: Sequence[Config], world: int, packs: Sequence[bool]
     """By config: (loss, losses of further tokens, gradient norm) of two steps; this rank's boxes of the first's
     gradients.
     """
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     out = []
     for engine, packs_documents in zip(jobs.engines(cfgs, world), packs):
@@ -278,7 +278,7 @@ def with_optimizer(cfg: Config, optimizer: str) -> Config:
 
 def three_steps(rank: int, cfgs: Sequence[Config], world: int) -> list[Figures]:
     """By config: (loss, losses of further tokens, gradient norm) of three steps."""
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     out = []
     for engine in jobs.engines(cfgs, world):
@@ -334,7 +334,7 @@ def with_fault(rank: int, fault: str, cfg: Config, world: int) -> Any:
     """`trained`, wrong in one way."""
     from dataclasses import replace
 
-    from megalite.train import build, step
+    from megalite.core import build, step
 
     ahead, layout_of, weigh_parts = Rows.ahead, build.layout_of, step.weigh_parts
 
@@ -419,8 +419,8 @@ def test_compiled_blocks() -> None:
 
 
 def test_modules_stay_in_bf16() -> None:
-    from megalite.tensor_parallel.linear import ParallelLinear
-    from megalite.tensor_parallel.products import Fp8Products
+    from megalite.core.tensor_parallel.linear import ParallelLinear
+    from megalite.core.tensor_parallel.products import Fp8Products
 
     engine = jobs.start(0, jobs.make_config(ONE, precision="bf16", fp8="tensorwise", fp8_emulate=True), 1)
     layers = {name: m for name, m in engine.stages[0].layers.named_modules() if isinstance(m, ParallelLinear)}

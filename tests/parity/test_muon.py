@@ -16,20 +16,20 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.slices import Slice
-from megalite.config.cli import parse
-from megalite.config.model import ModelConfig
-from megalite.config.optim import OptimConfig
-from megalite.config.run import Config
+from megalite.core.base.slices import Slice
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.flops import flops_per_token
+from megalite.core.optim import matrix_exchange as exchange
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.optim import OptimConfig
+from megalite.core.parts.schedules.lr import learning_rate
+from megalite.core.parts.update import RULES
+from megalite.core.parts.update.rule import MatrixRule, Share
 from megalite.extras.plan.memory.matrices import Placed, matrices_of, placed_matrices, transform_flops
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.report import update_rows
-from megalite.mesh.grid import Grid
-from megalite.model.flops import flops_per_token
-from megalite.optim import matrix_exchange as exchange
-from megalite.schedules.lr import learning_rate
-from megalite.update_rules import RULES
-from megalite.update_rules.rule import MatrixRule, Share
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 from tests.parity import jobs, test_delta_nets, test_resume
 from tests.parity.test_oracle import hf_llama, initial_weights
 from tests.parity.test_zero import Gradients, assert_close, put_together

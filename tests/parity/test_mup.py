@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.checkpoint.save import Checkpointer
-from megalite.config.cli import parse
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.data.samples import MockDataset
+from megalite.core.base.errors import UserError
+from megalite.core.model.parameters import param_map
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.schedules.lr import learning_rate
+from megalite.core.parts.update import RULES
+from megalite.core.sharding import Shard
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.mup.command import by_layer
 from megalite.extras.mup.coordinates import measure, slopes
-from megalite.model.parameters import param_map
-from megalite.schedules.lr import learning_rate
-from megalite.sharding import Shard
-from megalite.update_rules import RULES
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.data.samples import MockDataset
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 from tests.parity import jobs, test_resume
 from tests.parity.test_muon import CUT, assert_same, products_in_fp32, trained
 from tests.parity.test_oracle import hf_llama, initial_weights

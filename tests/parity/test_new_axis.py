@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megalite.config.run import Config
-from megalite.mesh import grid as table
-from megalite.mesh.grid import Grid, MeshAxis
+from megalite.core.mesh import grid as table
+from megalite.core.mesh.grid import Grid, MeshAxis
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_zero import Gradients, assert_same, boxes_of, config
 from tests.workers import WorkerPool
@@ -30,9 +30,9 @@ def trained(rank: int, cfgs: list[Config], grid: Grid) -> list[tuple[list[tuple[
     """By config: (loss, gradient norm) of two steps; this rank's boxes of the first's gradients."""
     import torch
 
-    from megalite.mesh.context import ParallelContext
-    from megalite.train import step
-    from megalite.train.build import build_engine
+    from megalite.core import step
+    from megalite.core.build import build_engine
+    from megalite.core.mesh.context import ParallelContext
 
     ctx = ParallelContext.create(grid, torch.device("cpu"))
     sq, cut = ctx.axis("sq"), step.to_microbatches

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse
-from megalite.config.run import Config
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.train.build import build_engine
-from megalite.train.step import train_step
+from megalite.core.base.errors import UserError
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.step import train_step
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 from tests.parity import jobs, test_bits
 from tests.parity.test_resume import MODEL, losses, train
 from tests.rows import always_run
@@ -147,7 +147,7 @@ def test_refusals(flags: str, says: str) -> None:
 
 
 def test_too_little_host_memory_is_said_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.optim.offload.available_memory", lambda: 100_000)
+    monkeypatch.setattr("megalite.core.parts.memory.offload.available_memory", lambda: 100_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     cfg = config()
     engine = build_engine(
@@ -158,7 +158,7 @@ def test_too_little_host_memory_is_said_with_both_figures(monkeypatch: pytest.Mo
     with pytest.raises(UserError, match=rf"needs {4 * needed:,} bytes of memory \({needed:,} for .* has 100,000 avail"):
         build_engine(cfg, single)
     away = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, offload="activations", recompute="full"))
-    monkeypatch.setattr("megalite.optim.offload.available_memory", lambda: 10_000)
+    monkeypatch.setattr("megalite.core.parts.memory.offload.available_memory", lambda: 10_000)
     with pytest.raises(
         UserError, match=r"--offload activations: the host needs 32,768 bytes of memory \(8,192 for each"
     ):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.schedules.lr import learning_rate
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.schedules.lr import learning_rate
+from megalite.runtime.options.run import Config
 from tests.parity import jobs, test_resume
 from tests.parity.test_oracle import hf_llama, initial_weights
 from tests.rows import always_run

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.data import Rows
-from megalite.model.parameters import param_map
-from megalite.schedules.lr import learning_rate
-from megalite.sharding import Shard
+from megalite.core.model.parameters import param_map
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.schedules.lr import learning_rate
+from megalite.core.sharding import Shard
+from megalite.runtime.data import Rows
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
@@ -131,7 +131,7 @@ STARTS = np.array([[0] * 5 + [5] * 4 + [9] * 7, [0] * 2 + [2] * 13 + [15]] * (jo
 
 def train_packed(rank: int, cfgs: Sequence[Config], world: int) -> list[list[tuple[float, float]]]:
     """By config: (loss, gradient norm) of five steps on samples of several documents."""
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     out = []
     for cfg in cfgs:

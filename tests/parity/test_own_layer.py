@@ -11,22 +11,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from megalite.batch import ForwardPass, MicroBatch
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.core.batch import ForwardPass, MicroBatch
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.flops import flops_per_token
+from megalite.core.model.kinds import FeedForward
+from megalite.core.model.parameters import param_map
+from megalite.core.model.partition import block_costs
+from megalite.core.model.saved import SavedTensor, element_size, inside
+from megalite.core.model.specs import linear, out_std
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families import FAMILIES
+from megalite.core.parts.families.parts import BlockKind
+from megalite.core.parts.ffn import FEED_FORWARDS
+from megalite.core.sharding import ParamSpec, count_parameters
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.families import FAMILIES
-from megalite.families.parts import BlockKind
-from megalite.mesh.grid import Grid
-from megalite.model.ffn import FEED_FORWARDS
-from megalite.model.flops import flops_per_token
-from megalite.model.kinds import FeedForward
-from megalite.model.parameters import param_map
-from megalite.model.partition import block_costs
-from megalite.model.saved import SavedTensor, element_size, inside
-from megalite.model.specs import linear, out_std
-from megalite.sharding import ParamSpec, count_parameters
+from megalite.runtime.options.run import Config
 from tests.parity import jobs, test_zero
 from tests.workers import WorkerPool
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config.run import Config
-from megalite.schedules.lr import learning_rate
-from megalite.update_rules import RULES
-from megalite.update_rules.rule import MatrixRule, Share, UpdateRule
+from megalite.core.parts.schedules.lr import learning_rate
+from megalite.core.parts.update import RULES
+from megalite.core.parts.update.rule import MatrixRule, Share, UpdateRule
+from megalite.runtime.options.run import Config
 from tests.parity import jobs, test_resume
 from tests.parity.test_oracle import hf_llama, initial_weights
 from tests.parity.test_zero import Gradients, assert_close, put_together

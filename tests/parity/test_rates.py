@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.core.options.model import ModelConfig
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
@@ -29,9 +29,9 @@ def weights(rank: int, cfgs: Sequence[Config], world: int, steps: int) -> list[A
     """By config: (loss, gradient norm) of each step, and {name: (shape, boxes)} of the weights before and after."""
     import torch
 
-    from megalite.mesh.context import ParallelContext
-    from megalite.mesh.grid import Grid
-    from megalite.train.build import build_engine
+    from megalite.core.build import build_engine
+    from megalite.core.mesh.context import ParallelContext
+    from megalite.core.mesh.grid import Grid
 
     def boxes(engine: Any) -> dict[str, Any]:
         held: dict[str, Any] = {}

@@ -46,12 +46,12 @@ def train(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
     """Run pretrain_gpt's body; this rank's final state as a hash."""
     import torch
 
-    from megalite.config import cli
+    from megalite.core.mesh.context import ParallelContext
+    from megalite.core.mesh.grid import Grid
     from megalite.extras.compat.dialect import DIALECT
-    from megalite.mesh.context import ParallelContext
-    from megalite.mesh.grid import Grid
-    from megalite.train.loop import fit
-    from megalite.train.start import open_run
+    from megalite.runtime.loop.loop import fit
+    from megalite.runtime.options import cli
+    from megalite.runtime.start.start import open_run
 
     cfg = cli.parse(arguments, dialect=DIALECT).config
     context = ParallelContext.create(Grid.from_config(cfg.parallel, world), torch.device("cpu"))
@@ -105,12 +105,12 @@ def carried(rank: int, arguments: list[str], world: int) -> tuple[dict[str, tupl
     """Load a checkpoint and save it again: (pieces of all states that this rank writes; loss of the step after it)."""
     import torch
 
-    from megalite.config import cli
-    from megalite.mesh.context import ParallelContext
-    from megalite.mesh.grid import Grid
-    from megalite.train.loop import steps
-    from megalite.train.run import save
-    from megalite.train.start import open_run
+    from megalite.core.mesh.context import ParallelContext
+    from megalite.core.mesh.grid import Grid
+    from megalite.runtime.loop.loop import steps
+    from megalite.runtime.loop.run import save
+    from megalite.runtime.options import cli
+    from megalite.runtime.start.start import open_run
 
     cfg = cli.parse(arguments).config
     context = ParallelContext.create(Grid.from_config(cfg.parallel, world), torch.device("cpu"))

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
 from megalite.extras.convert.hf import import_hf
 from megalite.extras.inference.command import lm_eval_parser
 from megalite.extras.inference.lm_eval import join, run_tasks
 from megalite.extras.inference.load import find_weights, load_model
 from megalite.extras.inference.score import Scorer, scoring_config
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
 from tests.ranks import reserve_port
 from tests.unit.checkpoint import hf_models
 from tests.workers import WorkerPool

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.families import FAMILIES
+from megalite.core.base.errors import UserError
+from megalite.core.parts.families import FAMILIES
 from tests.parity import jobs
 from tests.parity.test_experts import Row, Shape, check, one_process, ranks_of
 from tests.parity.test_zero import assert_close, config, scaled, trained
@@ -59,9 +59,9 @@ test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 def with_fault(rank: int, fault: str, cfgs: Any, world: int) -> Any:
     """`trained`, wrong in one way."""
-    from megalite.context_parallel.blocks import Total
-    from megalite.context_parallel.heads import HeadExchange
-    from megalite.tensor_parallel.grouped_linear import GroupedLinear
+    from megalite.core.parts.context.blocks import Total
+    from megalite.core.parts.context.heads import HeadExchange
+    from megalite.core.parts.ffn.grouped_linear import GroupedLinear
 
     add, make, call = Total.add_sinks, GroupedLinear.__init__, HeadExchange.__call__
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.mesh import collectives
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
 from tests.gpu import ranks
 from tests.gpu.test_ranks import assert_equal
 from tests.workers import WorkerPool

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.sharding import Shard
+from megalite.core.options.model import ModelConfig
+from megalite.core.sharding import Shard
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_bits import whole_gradients
 from tests.workers import WorkerError, WorkerPool
@@ -148,7 +148,7 @@ def spoil(engine: Any, what: str) -> list[Any]:
 
 def with_fault(rank: int, cfg: Config, world: int, bad_rank: int, what: str) -> dict[str, Any]:
     """A good step, a step in which `bad_rank` fails, a good step."""
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     engine = jobs.start(rank, cfg, world)
     dp = engine.ctx.dp
@@ -202,7 +202,7 @@ def test_one_rank_fails_and_all_skip(pool: WorkerPool, case: str) -> None:
 
 def from_too_high(rank: int, cfg: Config, world: int) -> list[tuple[bool, float, bool]]:
     """(skipped, scale, weights unchanged) of ten steps on one batch."""
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     engine = jobs.start(rank, cfg, world)
     dp, out = engine.ctx.dp, []
@@ -278,7 +278,7 @@ def test_zero_changes_not_a_bit_of_the_losses(pool: WorkerPool, precision: str) 
 
 
 def train_on(rank: int, cfg: Config, world: int, data: np.ndarray) -> list[tuple[float, float]]:
-    from megalite.train.step import train_step
+    from megalite.core.step import train_step
 
     engine = jobs.start(rank, cfg, world)
     dp, out = engine.ctx.dp, []
@@ -343,7 +343,7 @@ def test_rows_of_padding_never_count(pool: WorkerPool) -> None:
 
 
 def evaluate(rank: int, cfg: Config, world: int) -> dict[str, Any]:
-    from megalite.train.step import eval_step
+    from megalite.core.step import eval_step
 
     engine = jobs.start(rank, cfg, world)
     jobs.run_steps(engine, 2)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.families import FAMILIES
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families import FAMILIES
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.families import tiny
 from tests.rows import always_run
@@ -52,7 +52,7 @@ def config(case: Case, parallel: dict[str, Any] | None = None) -> Config:
 
 def save_each(rank: int, cfgs: Sequence[Config], world: int, root: str) -> Figures:
     """By config: a step, and a save under the config's number."""
-    from megalite.checkpoint.save import Checkpointer
+    from megalite.runtime.checkpoint.save import Checkpointer
 
     checkpointer, out = None, []
     for number, engine in enumerate(jobs.engines(cfgs, world), 1):
@@ -69,7 +69,7 @@ def save_each(rank: int, cfgs: Sequence[Config], world: int, root: str) -> Figur
 
 def resume_each(rank: int, cfgs: Sequence[Config], world: int, root: str, numbers: Sequence[int]) -> Figures:
     """By config: the step after a save of another layout."""
-    from megalite.checkpoint.load import load_checkpoint
+    from megalite.runtime.checkpoint.load import load_checkpoint
 
     out = []
     for number, engine in zip(numbers, jobs.engines(cfgs, world)):

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.pipeline.observe import Observer
+from megalite.core.base.errors import UserError
+from megalite.core.options.model import ModelConfig
+from megalite.core.pipeline.observe import Observer
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.rows import always_run
 from tests.workers import WorkerPool
@@ -252,9 +252,9 @@ def test_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
 
 def accidents(rank: int, cfg: Config) -> dict[str, Any]:
     """What happens to weights that are released, and to those that are not."""
-    from megalite.checkpoint.check_replicas import check_replicas
-    from megalite.checkpoint.save import SaveError
-    from megalite.train.step import eval_step, train_step
+    from megalite.core.step import eval_step, train_step
+    from megalite.runtime.checkpoint.check_replicas import check_replicas
+    from megalite.runtime.checkpoint.save import SaveError
 
     engine = jobs.start(rank, cfg, 4)
     optimizer, dp = engine.optimizer, engine.ctx.dp

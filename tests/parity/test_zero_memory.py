@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config.run import Config
+from megalite.core.mesh.grid import Grid
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.mesh.grid import Grid
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
@@ -32,7 +32,7 @@ Measured = tuple[int, ...]
 
 
 def measured(rank: int, cfgs: Sequence[Config], pp: int = 1) -> list[Measured]:
-    from megalite.mesh.context import ParallelContext
+    from megalite.core.mesh.context import ParallelContext
 
     ctx = ParallelContext.create(Grid.of(4, pp=pp), torch.device("cpu"))
     gc.collect()
@@ -46,9 +46,9 @@ def measured(rank: int, cfgs: Sequence[Config], pp: int = 1) -> list[Measured]:
 def measure(cfg: Config, ctx: Any) -> Measured:
     from torch.profiler import ProfilerActivity, profile
 
-    from megalite.mesh import collectives
-    from megalite.train.build import build_engine
-    from megalite.train.step import train_step
+    from megalite.core.build import build_engine
+    from megalite.core.mesh import collectives
+    from megalite.core.step import train_step
 
     before = live_bytes()
     engine = build_engine(cfg, ctx)

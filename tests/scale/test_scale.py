@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megalite.base.slices import Slice
-from megalite.checkpoint import manifest as manifest_module
-from megalite.checkpoint.commit import commit_in_place
-from megalite.checkpoint.load import wanted_boxes
-from megalite.checkpoint.manifest import Manifest, Part, manifest_text
+from megalite.core.base.slices import Slice
+from megalite.core.mesh.grid import Grid
 from megalite.extras.launch import failure
 from megalite.extras.launch.failure import FailedRank, RankTail, first_failure, is_explained
-from megalite.mesh.grid import Grid
-from megalite.train.watch.straggler import slow_ranks
+from megalite.runtime.checkpoint import manifest as manifest_module
+from megalite.runtime.checkpoint.commit import commit_in_place
+from megalite.runtime.checkpoint.load import wanted_boxes
+from megalite.runtime.checkpoint.manifest import Manifest, Part, manifest_text
+from megalite.runtime.watch.straggler import slow_ranks
 from tests.scale.world import manifest_of, states_of
 
 SMALL, MIDDLE, LARGE = 256, 1024, 8192

@@ -8,17 +8,17 @@ from functools import lru_cache
 
 import torch
 
-from megalite.base.slices import Slice
-from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry
-from megalite.checkpoint.safetensors_io import BLOCK
-from megalite.config.model import ModelConfig
-from megalite.config.parallel import ParallelConfig
-from megalite.families import FAMILIES
-from megalite.mesh.grid import Grid
-from megalite.model.parameters import param_map
-from megalite.model.partition import layer_split
-from megalite.optim.shares import bucket_layout, plan_buckets
-from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
+from megalite.core.base.slices import Slice
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.parameters import param_map
+from megalite.core.model.partition import layer_split
+from megalite.core.optim.shares import bucket_layout, plan_buckets
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.parallel import ParallelConfig
+from megalite.core.parts.families import FAMILIES
+from megalite.core.sharding import Layout, ParamSpec, Shard, StateTensor
+from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from megalite.runtime.checkpoint.safetensors_io import BLOCK
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 HEADER = 4096

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megalite.base.log import logger
+from megalite.core.base.log import logger
 from tests.faults.zygote import Zygote
 from tests.soak.disk import build_library
 from tests.soak.faults import KINDS

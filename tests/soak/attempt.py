@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megalite.base.child import children, process_state
+from megalite.runtime.base.child import children, process_state
 from tests.faults.zygote import ROOT, Zygote
 from tests.ranks import reserve_port
 from tests.soak.fuzz import Failed

@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from megalite.base.errors import UserError, printable
+from megalite.core.base.errors import UserError, printable
 from tests.soak import mutate
 from tests.soak.readers import READERS, Reader, sign
 

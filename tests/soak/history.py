@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.checkpoint.manifest import read_manifest
-from megalite.checkpoint.reader import ShardReader
+from megalite.core.base.errors import UserError
+from megalite.runtime.checkpoint.manifest import read_manifest
+from megalite.runtime.checkpoint.reader import ShardReader
 from tests.soak.fuzz import Failed
 
 # --keep-last of all runs.

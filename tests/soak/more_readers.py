@@ -15,10 +15,8 @@ import torch
 import yaml
 from torch.distributed.checkpoint import filesystem, metadata
 
-from megalite.base.errors import UserError, printable
-from megalite.checkpoint.lock import RunLock
-from megalite.config import cli
-from megalite.data.tokenizer import load_tokenizer
+from megalite.core.base.errors import UserError, printable
+from megalite.core.model.parameters import param_map
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.convert.megatron.config import model_of
 from megalite.extras.convert.megatron.convert import import_megatron
@@ -27,7 +25,9 @@ from megalite.extras.prepare.chat import ChatEncoder
 from megalite.extras.prepare.documents import BadRecord, parse, read_chunks
 from megalite.extras.prepare.find_template import find_template
 from megalite.extras.view.metrics import read_metrics
-from megalite.model.parameters import param_map
+from megalite.runtime.data.tokenizer import load_tokenizer
+from megalite.runtime.options import cli
+from megalite.runtime.places.lock import RunLock
 from tests.soak import mutate
 from tests.soak.reader import Reader
 from tests.unit.extras.convert.test_megatron_files import ARGS, write_legacy

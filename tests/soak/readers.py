@@ -17,17 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalite.base.errors import printable
-from megalite.base.slices import Slice
-from megalite.checkpoint.hf.source import HFSource
-from megalite.checkpoint.load import model_config
-from megalite.checkpoint.manifest import commit_text, read_manifest
-from megalite.checkpoint.reader import ShardReader
-from megalite.config import cli
-from megalite.config.run import Config
-from megalite.data.build import build_datasets, read_sidecar
-from megalite.data.tokenizer import load_tokenizer
-from megalite.data.tokens import IndexedDataset, token_dtype
+from megalite.core.base.errors import printable
+from megalite.core.base.slices import Slice
+from megalite.core.model.parameters import param_map
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.convert.stream import ImportedTensor, write_checkpoint
 from megalite.extras.launch.hosts import check_equal_slots, filter_hosts, parse_hostfile
@@ -35,7 +27,15 @@ from megalite.extras.prepare.documents import BadRecord, expand_inputs, parse, r
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from megalite.extras.view.checkpoint import describe
-from megalite.model.parameters import param_map
+from megalite.runtime.checkpoint.hf.source import HFSource
+from megalite.runtime.checkpoint.load import model_config
+from megalite.runtime.checkpoint.manifest import commit_text, read_manifest
+from megalite.runtime.checkpoint.reader import ShardReader
+from megalite.runtime.data.build import build_datasets, read_sidecar
+from megalite.runtime.data.tokenizer import load_tokenizer
+from megalite.runtime.data.tokens import IndexedDataset, token_dtype
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 from tests.soak import mutate
 from tests.soak.more_readers import MORE
 from tests.soak.reader import Reader

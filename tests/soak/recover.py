@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from megalite.base.child import children
+from megalite.runtime.base.child import children
 from tests.faults.test_recover import RECOVER, begin, process_of, repeated
 from tests.faults.test_runtime_faults import codes, events, outcome
 from tests.faults.zygote import Job, Zygote, members_of

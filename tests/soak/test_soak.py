@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.checkpoint import manifest
-from megalite.checkpoint.reader import ShardReader
+from megalite.core.base.errors import UserError
+from megalite.runtime.checkpoint import manifest
+from megalite.runtime.checkpoint.reader import ShardReader
 from tests.faults.zygote import Zygote
 from tests.soak import mutate
 from tests.soak.attempt import Attempt

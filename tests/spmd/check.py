@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalite.config.run import Config
-from megalite.mesh import collectives
-from megalite.mesh.context import Axis
-from megalite.mesh.grid import Grid
-from megalite.model import layers
-from megalite.optim import bucket
-from megalite.pipeline.observe import Observer
-from megalite.pipeline.schedule import Op
-from megalite.sharding.parameter import ShardedParameter
-from megalite.tensor_parallel import linear
-from megalite.train.build import build_engine
-from megalite.train.engine import Engine
-from megalite.train.step import train_step
+from megalite.core.build import build_engine
+from megalite.core.engine import Engine
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import Axis
+from megalite.core.mesh.grid import Grid
+from megalite.core.model import layers
+from megalite.core.optim import bucket
+from megalite.core.pipeline.observe import Observer
+from megalite.core.pipeline.schedule import Op
+from megalite.core.sharding.parameter import ShardedParameter
+from megalite.core.step import train_step
+from megalite.core.tensor_parallel import linear
+from megalite.runtime.options.run import Config
 from tests.spmd import ranks as threads
 from tests.spmd.ranks import World, collectives_of_threads, context_of
 from tests.spmd.types import COLLECTIVES, OWN_STATISTICS, SIGNATURES, SpmdTypeError, Tag, close, demand, found_types

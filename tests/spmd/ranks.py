@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch
 
-from megalite.mesh import collectives
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.mesh.grid import Grid
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.grid import Grid
 from tests.spmd.types import SpmdTypeError, Tag
 
 T = TypeVar("T")

@@ -23,8 +23,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from megalite.model import attention, block, gpt, latent_attention, layers, mlp
-from megalite.tensor_parallel import embedding, linear
+from megalite.core.model import block, gpt, layers
+from megalite.core.parts.ffn import mlp
+from megalite.core.parts.mixers import attention, latent_attention
+from megalite.core.tensor_parallel import embedding, linear
 
 # Inputs and outputs of modules. "residual" is S(0) with sequence parallelism, else I; "features" is S(-1), of a packed
 # projection part by part. Gradients have the type of their tensors.

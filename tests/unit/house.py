@@ -87,39 +87,10 @@ def _dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-_WING_OF = {
-    "extras": ("extras",),
-    "core": (
-        *(
-            "core",
-            "batch",
-            "mesh",
-            "sharding",
-            "model",
-            "tensor_parallel",
-            "context_parallel",
-            "pipeline",
-            "optim",
-            "ops",
-        ),
-        *("families", "schedules", "update_rules"),
-        *(f"base.{name}" for name in ("delta_slices", "dtypes", "errors", "fp8_recipes", "hardware", "log", "slices")),
-        *(f"config.{name}" for name in ("attention", "context_parallel", "expert_parallel", "experts", "fp8", "rates")),
-        *(f"config.{name}" for name in ("latent_attention", "layer_types", "linear_attention", "multi_token", "rope")),
-        *(f"config.{name}" for name in ("model", "names", "optim", "parallel", "run", "train")),
-        *(f"train.{name}" for name in ("build", "engine", "fp8_amax", "moments", "offload_memory", "routing_figures")),
-        "train.step",
-    ),
-}
-_WINGS = {prefix: wing for wing, prefixes in _WING_OF.items() for prefix in prefixes}
-"""Rooms and modules -> wing; the longest prefix counts. All others keep a run alive: the runtime."""
-
-
 def wing_of(module: str) -> str:
-    """Return the wing of a module: core, runtime or extras."""
-    parts = module.split(".")
-    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((_WINGS[prefix] for prefix in prefixes if prefix in _WINGS), "runtime")
+    """Return the wing of a module: core, runtime or extras; the doors are the runtime's."""
+    first = module.split(".")[0]
+    return first if first in ("core", "extras") else "runtime"
 
 
 class Figures:

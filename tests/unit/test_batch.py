@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.batch import Documents, MicroBatch, Positions, document_bounds
-from megalite.data import Rows
-from megalite.train.step import to_microbatches
+from megalite.core.batch import Documents, MicroBatch, Positions, document_bounds
+from megalite.core.step import to_microbatches
+from megalite.runtime.data import Rows
 
 S = 8
 # Positions of two samples, counted in documents that start at 0 and 3, and at 0, 5 and 6.

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 import megalite
-from megalite.base.errors import UserError
-from megalite.config.cli import parse, to_yaml
-from megalite.config.options import with_options
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
+from megalite.core.parts.schedules.batch import BatchSizes
+from megalite.core.parts.schedules.choose import name_of, names_of
 from megalite.extras.plan.report import dry_run_report
 from megalite.extras.view.metrics import read_metrics
-from megalite.mesh.grid import Grid
-from megalite.pipeline.choose import name_of, names_of
-from megalite.schedules.batch import BatchSizes
+from megalite.runtime.options.cli import parse, to_yaml
+from megalite.runtime.options.fields import with_options
+from megalite.runtime.options.run import Config
 
 
 def config(words: str) -> Config:

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config import cli
-from megalite.config.options import TYPES
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
+from megalite.core.parts.schedules.choose import USUAL_COSTS, Request, choose_schedule, simulate_all
+from megalite.core.pipeline.schedule import build_schedule
 from megalite.extras.command import COMMANDS
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.refusals import MEGATRON, TRAINER, find_refusal
 from megalite.extras.compat.table import all_patterns
 from megalite.extras.plan.report import dry_run_report
-from megalite.mesh.grid import Grid
-from megalite.pipeline.choose import USUAL_COSTS, Request, choose_schedule, simulate_all
-from megalite.pipeline.schedule import build_schedule
+from megalite.runtime.options import cli
+from megalite.runtime.options.fields import TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_parts, gpus, gpus_row
-from megalite.config import cli
-from megalite.config.run import Config
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.train.engine import Engine
+from megalite.core.engine import Engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 
 ROOT = Path(__file__).parents[2]
 

@@ -95,21 +95,23 @@ def test_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     figures = Figures(ROOT)
     with capsys.disabled():
         print(f"\n{figures}")
-    assert {"train.step", "config.model"} <= figures.closure("train.step")
+    assert {"core.step", "core.options.model"} <= figures.closure("core.step")
 
 
 def test_figures_of_a_house_by_hand(tmp_path: Path) -> None:
     files = {
         "megalite/__init__.py": "",
-        "megalite/train/step.py": "from megalite.data import rows\nfrom megalite.mesh import grid\na, b, c = 1, 2, 3\n",
-        "megalite/data/rows.py": "# fmt: skip\nx = 1\n",
-        "megalite/mesh/grid.py": "def check_it(m: Any, n: int, flags: dict[str, Any]) -> None:\n    m.asked()\n",
-        "megalite/model/kinds.py": (
+        "megalite/core/step.py": (
+            "from megalite.runtime.data import rows\nfrom megalite.core.mesh import grid\na, b, c = 1, 2, 3\n"
+        ),
+        "megalite/runtime/data/rows.py": "# fmt: skip\nx = 1\n",
+        "megalite/core/mesh/grid.py": "def check_it(m: Any, n: int, flags: dict[str, Any]) -> None:\n    m.asked()\n",
+        "megalite/core/model/kinds.py": (
             "class LayerKind:\n    def asked(self):\n        pass\n\n\n"
             "class Mixer(LayerKind):\n    def unasked(self):\n        self.asked()\n"
         ),
-        "megalite/model/rows.py": "class Own(Mixer):\n    def unasked(self):\n        self.unasked()\n",
-        "megalite/train/recover/hub.py": (
+        "megalite/core/model/rows.py": "class Own(Mixer):\n    def unasked(self):\n        self.unasked()\n",
+        "megalite/runtime/recover/hub.py": (
             "y = 'go' in message or message['to'] or message.get('by') or other['x']\nguard()\n"
         ),
         "pretrain_gpt.py": "guard()\n",
@@ -120,11 +122,11 @@ def test_figures_of_a_house_by_hand(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     figures = Figures(tmp_path)
-    assert [wing_of(name) for name in ("core.step", "train.step", "train.loop", "extras.plan")] == [
-        *("core", "core", "runtime", "extras")
+    assert [wing_of(name) for name in ("core.step", "api", "runtime.loop", "extras.plan")] == [
+        *("core", "runtime", "runtime", "extras")
     ]
-    assert figures.upward() == [("train.step", "data.rows")]
-    assert figures.closure("train.step") == {"train.step", "data.rows", "mesh.grid"}
+    assert figures.upward() == [("core.step", "runtime.data.rows")]
+    assert figures.closure("core.step") == {"core.step", "runtime.data.rows", "core.mesh.grid"}
     assert figures.kind_methods() == {"asked": True, "unasked": False}
     rows = dict(figures.rows())
     assert {name: rows[name] for name in list(rows)[4:6]} == {
@@ -150,7 +152,7 @@ def test_no_pickle_in_the_library() -> None:
 def test_the_process_grid_is_not_global() -> None:
     """No literal device in the library, and the environment is read where processes are started only."""
     # Credentials of the environment are masked by their values.
-    allowed = ("mesh/", "base/log.py", "base/redact.py", "extras/", "train/recover/main.py")
+    allowed = ("core/mesh/", "core/base/log.py", "core/base/redact.py", "extras/", "runtime/recover/main.py")
     for path in sorted((ROOT / "megalite").rglob("*.py")):
         inside = path.relative_to(ROOT / "megalite")
         if not str(inside).startswith(allowed) and "os.environ" in path.read_text():

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config.cli import parse
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families import FAMILIES
+from megalite.core.parts.families.parts import ACTIVATIONS, NORMS
+from megalite.core.parts.schedules.lr import LR_DECAYS, learning_rate
+from megalite.core.parts.schedules.pipeline import SCHEDULES
+from megalite.core.parts.update import RULES
 from megalite.extras.command import find_main
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.extras.view.metrics import read_metrics
-from megalite.families import FAMILIES
-from megalite.families.parts import ACTIVATIONS, NORMS
-from megalite.schedules.lr import LR_DECAYS, learning_rate
-from megalite.schedules.pipeline import SCHEDULES
-from megalite.update_rules import RULES
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_resume import train
 from tests.workers import WorkerPool
@@ -197,7 +197,7 @@ def test_the_family_is_that_of_transformers(recipes: Any, tmp_path: Path) -> Non
     """A folder that transformers wrote, and the one that megalite writes for transformers: the same loss."""
     transformers = pytest.importorskip("transformers")
     import megalite
-    from megalite.train.step import eval_step
+    from megalite.core.step import eval_step
 
     torch.manual_seed(0)
     config = transformers.Starcoder2Config(
@@ -223,7 +223,7 @@ def test_the_family_is_that_of_transformers(recipes: Any, tmp_path: Path) -> Non
 
 
 def test_the_learning_rate_by_its_name(recipes: Any) -> None:
-    from megalite.config.cli import parse
+    from megalite.runtime.options.cli import parse
 
     words = "--lr-decay wsd-sqrt --lr 1 --warmup-steps 10 --wsd-decay-steps 16 --train-steps 100"
     cfg = parse(words.split()).config

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config import cli
+from megalite.core.mesh.grid import Grid
+from megalite.core.parts.families import PRESETS
 from megalite.extras.plan.report import dry_run_report
-from megalite.families import PRESETS
-from megalite.mesh.grid import Grid
+from megalite.runtime.options import cli
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.yaml"))
 STAGES = ("continue", "domain", "sft")  # on top of a model's recipe

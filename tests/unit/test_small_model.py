@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.cli import parse
+from megalite.core.model.parameters import active_parameters
 from megalite.extras.command import find_main
-from megalite.model.parameters import active_parameters
+from megalite.runtime.options.cli import parse
 from tests.ranks import ROOT
 
 RECIPE = """model: {num_layers: 1, hidden_size: 16, num_heads: 2, ffn_hidden_size: 32, seq_len: 32}

@@ -24,11 +24,11 @@ for module in modules:
     if "triton" not in str(module):  # not installed everywhere
         importlib.import_module(".".join(module.parts).removesuffix(".__init__"))
 
-from megalite.config import cli
-from megalite.mesh.context import ParallelContext
-from megalite.base.errors import UserError
-from megalite.train.loop import steps
-from megalite.train.start import open_run
+from megalite.core.options import cli
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.base.errors import UserError
+from megalite.runtime.loop.loop import steps
+from megalite.runtime.start.start import open_run
 
 cfg = cli.parse(sys.argv[1:]).config
 with open_run(cfg, ParallelContext.single()) as run:

@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from megalite.base.errors import UserError
-from megalite.base.untrusted import read_regular, require_shallow
-from megalite.config.options import Layer
-from megalite.config.values import StrictLoader
+from megalite.core.base.errors import UserError
+from megalite.core.options.values import StrictLoader
 from megalite.extras.compat.deepspeed import read_deepspeed, translate
 from megalite.extras.compat.table import read_table
 from megalite.extras.compat.tool_file import LIMIT, ToolFile, unreadable
+from megalite.runtime.base.untrusted import read_regular, require_shallow
+from megalite.runtime.options.fields import Layer
 
 FLAG = "--accelerate-config"
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.base.untrusted import read_regular, require_shallow
-from megalite.config.options import Layer
+from megalite.core.base.errors import UserError
 from megalite.extras.compat.deepspeed_keys import IGNORED, REFUSALS, UNSUPPORTED
 from megalite.extras.compat.tool_file import LIMIT, ToolFile, unreadable
+from megalite.runtime.base.untrusted import read_regular, require_shallow
+from megalite.runtime.options.fields import Layer
 
 FLAG = "--deepspeed-config"
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.config.dialect import Dialect
-from megalite.config.options import Layer, StartOptions
+from megalite.core.base.errors import UserError
 from megalite.extras.compat import megatron
 from megalite.extras.compat.accelerate import read_accelerate
 from megalite.extras.compat.deepspeed import read_deepspeed
 from megalite.extras.compat.refusals import accept
 from megalite.extras.compat.tool_file import resolve_batch_sizes
+from megalite.runtime.options.dialect import Dialect
+from megalite.runtime.options.fields import Layer, StartOptions
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-from megalite.config.dialect import PLAIN, Dialect
-from megalite.config.names import dashed
-from megalite.config.options import GROUP_OF, GROUPS, help_texts
-from megalite.config.values import choices_of
+from megalite.core.options.names import dashed
+from megalite.core.options.values import choices_of
+from megalite.core.parts.families import PRESETS
 from megalite.extras.tool import show
-from megalite.families import PRESETS
+from megalite.runtime.options.dialect import PLAIN, Dialect
+from megalite.runtime.options.fields import GROUP_OF, GROUPS, help_texts
 
 COMMON = {
     "start": "preset config layout print_config dry_run",

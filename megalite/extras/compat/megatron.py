@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger
-from megalite.config.dialect import ComputedOption
-from megalite.schedules.batch import BatchSizes
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
+from megalite.core.parts.schedules.batch import BatchSizes
+from megalite.runtime.options.dialect import ComputedOption
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # Far more than any ramp has.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger
-from megalite.config.dialect import Flag
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
 from megalite.extras.compat.table import Refusal, patterns_of, read_table
+from megalite.runtime.options.dialect import Flag
 
 IGNORE = "ignore-megatron-flags"
 

@@ -13,11 +13,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.base.log import warn_on_rank_0
-from megalite.config.options import TYPES, Layer, OptionValue
-from megalite.config.values import read_value
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import warn_on_rank_0
+from megalite.core.options.values import read_value
 from megalite.extras.compat.table import Refusal, all_patterns
+from megalite.runtime.options.fields import TYPES, Layer, OptionValue
 
 _ONE_VALUE: tuple[type, ...] = (str, int, float, type(None))
 _CORRECT = "correct the file"

@@ -6,8 +6,8 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from megalite.base.errors import UserError
-from megalite.base.log import setup_logging
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import setup_logging
 from megalite.extras.tool import ToolParser
 
 _DESCRIPTION = """Convert Hugging Face models to megalite checkpoints and back, and Megatron-LM checkpoints (torch_dist,

@@ -9,17 +9,13 @@ from typing import Any
 
 import torch
 
-from megalite.base.dtypes import DTYPES, stored_name, torch_name
-from megalite.base.errors import UserError
-from megalite.base.log import logger
-from megalite.checkpoint.hf.config import write_config
-from megalite.checkpoint.hf.packing import FileTensor, file_tensors, pieces
-from megalite.checkpoint.hf.source import HFSource
-from megalite.checkpoint.load import model_config, weights_of
-from megalite.checkpoint.manifest import Manifest, read_manifest
-from megalite.checkpoint.reader import ShardReader
-from megalite.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, num_bytes, write_file
-from megalite.config.model import ModelConfig
+from megalite.core.base.dtypes import DTYPES, stored_name, torch_name
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
+from megalite.core.model.parameters import buffer_map, param_map
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families import FAMILIES
+from megalite.core.sharding import ParamSpec
 from megalite.extras.convert.stream import (
     SHARD_BYTES,
     ImportedTensor,
@@ -32,9 +28,13 @@ from megalite.extras.convert.stream import (
 from megalite.extras.convert.tokenizer import export_tokenizer
 from megalite.extras.convert.upcycle import upcycled, upcycled_tensors
 from megalite.extras.saved_model import recorded_tokenizer, resolve_checkpoint
-from megalite.families import FAMILIES
-from megalite.model.parameters import buffer_map, param_map
-from megalite.sharding import ParamSpec
+from megalite.runtime.checkpoint.hf.config import write_config
+from megalite.runtime.checkpoint.hf.packing import FileTensor, file_tensors, pieces
+from megalite.runtime.checkpoint.hf.source import HFSource
+from megalite.runtime.checkpoint.load import model_config, weights_of
+from megalite.runtime.checkpoint.manifest import Manifest, read_manifest
+from megalite.runtime.checkpoint.reader import ShardReader
+from megalite.runtime.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, num_bytes, write_file
 
 
 def import_hf(

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from megalite.base.dtypes import stored_name
-from megalite.base.errors import UserError
-from megalite.base.slices import Slice
-from megalite.checkpoint.commit import commit_in_place
-from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key
-from megalite.checkpoint.safetensors_io import make_header, num_bytes, write_file
+from megalite.core.base.dtypes import stored_name
+from megalite.core.base.errors import UserError
+from megalite.core.base.slices import Slice
+from megalite.runtime.checkpoint.commit import commit_in_place
+from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key
+from megalite.runtime.checkpoint.safetensors_io import make_header, num_bytes, write_file
 
 # Largest file of an export or an imported checkpoint; a larger tensor has a file to itself.
 SHARD_BYTES = 5_000_000_000

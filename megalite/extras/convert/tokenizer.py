@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from megalite.base.errors import UserError
-from megalite.checkpoint.hf.source import resolve_inside
-from megalite.config.model import ModelConfig
-from megalite.data.tokenizer import (
+from megalite.core.base.errors import UserError
+from megalite.core.options.model import ModelConfig
+from megalite.runtime.checkpoint.hf.source import resolve_inside
+from megalite.runtime.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -22,7 +22,7 @@ from megalite.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from megalite.data.tokenizer_files import EXPORTED_FROM, file_sha256, protobuf_fields, read_json
+from megalite.runtime.data.tokenizer_files import EXPORTED_FROM, file_sha256, protobuf_fields, read_json
 
 # Digits, code, indents, runs of spaces, line ends, other scripts, accents in two forms, emoji, and a raw control byte.
 SAMPLE = (

@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 import torch
 
-from megalite.base.errors import require
-from megalite.base.slices import Slice
-from megalite.checkpoint.hf.packing import pieces
-from megalite.checkpoint.hf.source import HFSource
-from megalite.config.model import ModelConfig
+from megalite.core.base.errors import require
+from megalite.core.base.slices import Slice
+from megalite.core.model.parameters import param_map
+from megalite.core.options.model import ModelConfig
+from megalite.core.sharding import ParamSpec, Shard
 from megalite.extras.convert.stream import ImportedTensor
-from megalite.model.parameters import param_map
-from megalite.sharding import ParamSpec, Shard
+from megalite.runtime.checkpoint.hf.packing import pieces
+from megalite.runtime.checkpoint.hf.source import HFSource
 
 # A family's twin with experts; other families keep their name, and have no format for an export.
 _SPARSE = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}

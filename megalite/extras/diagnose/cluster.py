@@ -13,16 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.base.log import env_rank
+from megalite.core.base.log import env_rank
+from megalite.core.mesh.collectives import gather_texts
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.device import pick_device
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.rendezvous import init_process_group, shutdown, world_size
 from megalite.extras.diagnose import measure
 from megalite.extras.diagnose.stuck import StuckWatch
 from megalite.extras.diagnose.verdict import Problem, RankReport, find_problems, groups_of
 from megalite.extras.launch import probe
-from megalite.mesh.collectives import gather_texts
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.mesh.device import pick_device
-from megalite.mesh.grid import Grid
-from megalite.mesh.rendezvous import init_process_group, shutdown, world_size
 
 _LOADING_S = 60.0
 # Rows of the table of ranks.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.base.errors import require
+from megalite.core.base.errors import require
 from megalite.extras.tool import ToolParser
 
 

@@ -18,13 +18,13 @@ from statistics import mean, median
 import torch
 
 import megalite
-from megalite.base.hardware import nvlink_speed
-from megalite.batch import Message
+from megalite.core.base.hardware import nvlink_speed
+from megalite.core.batch import Message
+from megalite.core.mesh import collectives
+from megalite.core.mesh.collectives import gather_texts
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.pipeline.p2p import Channel
 from megalite.extras.launch import probe
-from megalite.mesh import collectives
-from megalite.mesh.collectives import gather_texts
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.pipeline.p2p import Channel
 
 _CLOCK_ROUNDS = 7
 _VISIBLE_WITHIN_S = 5.0

@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from megalite.base.errors import UserError
-from megalite.base.hardware import available_memory, process_memory
-from megalite.base.log import logger
-from megalite.config.options import with_options
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.base.hardware import available_memory, process_memory
+from megalite.core.base.log import logger
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.rendezvous import local_world_size
+from megalite.core.parts.ffn.routed import imbalance
+from megalite.core.parts.schedules.choose import names_of
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.device import device_in_use, machine
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.report import flags as flags_of
 from megalite.extras.plan.search import layout_options, search
 from megalite.extras.plan.time.step import step_time
-from megalite.mesh.grid import Grid
-from megalite.mesh.rendezvous import local_world_size
-from megalite.model.ffn.routed import imbalance
-from megalite.pipeline.choose import names_of
+from megalite.runtime.options.fields import with_options
+from megalite.runtime.options.run import Config
 
 # Share of the available memory to plan for: the accounting is accurate to about 5 %, and allocators need slack.
 _FILL = 0.9

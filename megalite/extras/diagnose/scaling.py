@@ -12,14 +12,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from megalite.base.errors import UserError
-from megalite.config import cli
-from megalite.config.parallel import ParallelConfig
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
+from megalite.core.options.parallel import ParallelConfig
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.launch.train import trainer_script
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
-from megalite.mesh.grid import Grid
+from megalite.runtime.options import cli
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

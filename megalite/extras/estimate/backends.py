@@ -1,7 +1,7 @@
 """The backends of the GPU that is asked about, whatever is installed on the machine that asks.
 
 An estimate needs the shapes that a kernel makes, not the kernel: fake implementations of all of them are in
-`megalite.ops.native`, without Triton or a compiled library.
+`megalite.core.parts.kernels.native`, without Triton or a compiled library.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from unittest import mock
 
 import torch
 
-from megalite.ops import choose, fp8, fused, grouped, native
-from megalite.ops.op import Backend, Missing, Op
+from megalite.core.ops import choose, grouped
+from megalite.core.ops.op import Backend, Missing, Op
+from megalite.core.parts.kernels import fused, native
+from megalite.core.parts.quant import fp8
 
 
 @contextmanager
@@ -67,7 +69,7 @@ def _load_fakes(op: Op) -> dict[str, Callable[..., Any]]:
 
 @lru_cache
 def _fake_kernels() -> Any:
-    """Define what `megalite.ops.triton` would, without implementations; return torch's operators of megalite."""
+    """Define what the Triton kernels would, without implementations; return torch's operators of megalite."""
     for name in native.KERNELS:
         native.define(name, "triton_")
     return torch.ops.megalite

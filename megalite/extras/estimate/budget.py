@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megalite.base.hardware import DEVICES, Device
-from megalite.config.run import Config
+from megalite.core.base.hardware import DEVICES, Device
+from megalite.core.model.flops import flops_per_token
 from megalite.extras.estimate.rank import Estimate
 from megalite.extras.estimate.record import Kernel
-from megalite.model.flops import flops_per_token
+from megalite.runtime.options.run import Config
 
 GPUS = ("h200", "h100")
 # Fraction of the peak: sustained large bf16 products (695 of 989 TFLOP/s), and cuDNN's causal attention, forward and

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.estimate.guard import install_guard
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
@@ -44,16 +44,16 @@ def main(argv: Sequence[str]) -> None:
     args, flags = _parse(argv)
     install_guard()
     # What follows imports torch.
-    from megalite.checkpoint.hf.start import hf_model_config
-    from megalite.config import cli
+    from megalite.core.mesh.grid import Grid
     from megalite.extras.compat.dialect import DIALECT
     from megalite.extras.estimate.budget import budget_json, budget_table
     from megalite.extras.estimate.races import check_rank
     from megalite.extras.estimate.rank import check_request, estimate
     from megalite.extras.estimate.report import order_text, to_json, to_text
     from megalite.extras.plan.memory.ranks import memory_per_rank
-    from megalite.mesh.grid import Grid
-    from megalite.train.inputs import with_vocab_size
+    from megalite.runtime.checkpoint.hf.start import hf_model_config
+    from megalite.runtime.options import cli
+    from megalite.runtime.start.inputs import with_vocab_size
 
     parsed = cli.parse(flags, read_model=hf_model_config, dialect=DIALECT)
     if parsed.layout is not None:

@@ -11,7 +11,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 
 _SOURCE = Path(__file__).with_name("guard.cpp")
 # From here on (2.11 does not, 2.15 does) the autograd engine of a CUDA build asks the driver for a tensor's device.

@@ -17,7 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megalite.config.run import Config
+from megalite.core.build import build_engine
+from megalite.core.engine import Engine
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.parts.memory import host_share
+from megalite.core.step import eval_step, train_step
 from megalite.extras.estimate.backends import target_backends
 from megalite.extras.estimate.fake_cuda import fake_cuda
 from megalite.extras.estimate.order import COMPUTE, HOST, Order, Range
@@ -25,13 +31,7 @@ from megalite.extras.estimate.rank import plausible_status
 from megalite.extras.estimate.record import Communication, Event, recorded_world
 from megalite.extras.estimate.rows import assumed_rows
 from megalite.extras.estimate.tracker import Tracker, arguments, launches, operands
-from megalite.mesh import collectives
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.optim import host_share
-from megalite.train.build import build_engine
-from megalite.train.engine import Engine
-from megalite.train.step import eval_step, train_step
+from megalite.runtime.options.run import Config
 
 # Which of its tensors a communication reads, and which it writes.
 _USES: dict[str, tuple[int | None, int | None]] = {

@@ -11,23 +11,23 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megalite import ops as kernels
-from megalite.base.dtypes import DTYPES
-from megalite.base.errors import UserError
-from megalite.config.run import Config
+from megalite.core import ops as kernels
+from megalite.core.base.dtypes import DTYPES
+from megalite.core.base.errors import UserError
+from megalite.core.build import build_engine
+from megalite.core.engine import Engine
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.device import wants_one_queue
+from megalite.core.mesh.grid import Grid
+from megalite.core.parts.ffn.routed import imbalance
+from megalite.core.step import train_step
 from megalite.extras.estimate.backends import target_backends
 from megalite.extras.estimate.fake_cuda import fake_cuda
 from megalite.extras.estimate.record import Communication, Event, Kernel, recorded_world
 from megalite.extras.estimate.rows import assumed_rows
 from megalite.extras.estimate.tracker import Peak, Tracker
-from megalite.mesh import collectives
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.device import wants_one_queue
-from megalite.mesh.grid import Grid
-from megalite.model.ffn.routed import imbalance
-from megalite.train.build import build_engine
-from megalite.train.engine import Engine
-from megalite.train.step import train_step
+from megalite.runtime.options.run import Config
 
 
 @dataclass

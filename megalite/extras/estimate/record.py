@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megalite.mesh.grid import Grid
+from megalite.core.mesh.grid import Grid
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from unittest import mock
 
 import torch
 
-from megalite.config.run import Config
-from megalite.mesh.context import ParallelContext
-from megalite.model.ffn.routed import rows_sent
-from megalite.tensor_parallel import dispatch
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.parts.ffn import dispatch
+from megalite.core.parts.ffn.routed import rows_sent
+from megalite.runtime.options.run import Config
 
 
 @contextmanager

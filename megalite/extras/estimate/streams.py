@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megalite.base.hardware import DEVICES
+from megalite.core.base.hardware import DEVICES
 from megalite.extras.estimate.record import Communication, Event, Kernel, Wait
 
 _H100 = DEVICES["h100"]

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megalite.core.pipeline.observe import Observer
+from megalite.core.pipeline.schedule import Op
 from megalite.extras.estimate.record import Event, Kernel
-from megalite.pipeline.observe import Observer
-from megalite.pipeline.schedule import Op
 
 _ATEN = torch.ops.aten
 # torch's allocator rounds up to this many bytes.

@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.base.errors import UserError, in_range, printable
-from megalite.base.log import logger, setup_logging
-from megalite.data import check_tokenizer_matches
+from megalite.core.base.errors import UserError, in_range, printable
+from megalite.core.base.log import logger, setup_logging
 from megalite.extras.tool import ToolParser
+from megalite.runtime.data import check_tokenizer_matches
 
 _LM_EVAL = """Run tasks of EleutherAI's lm-eval on a run or an export, in the run's layout and without conversion.
 
@@ -66,9 +66,9 @@ def generate(argv: Sequence[str]) -> None:
     """Print texts that a model generates, or its part of a conversation."""
     args = _checked(argv)
     # What follows imports torch.
+    from megalite.core.mesh.device import pick_device
     from megalite.extras.inference.generate import generate as continuation
     from megalite.extras.inference.load import load_model
-    from megalite.mesh.device import pick_device
 
     model = load_model(args.path, pick_device(args.device), args.tokenizer)
     if model.tokenizer is None:
@@ -110,9 +110,9 @@ def evaluate(argv: Sequence[str]) -> None:
     in_range(args, "max_tokens", 2, 10**12)
     setup_logging()
     # What follows imports torch.
+    from megalite.core.mesh.device import pick_device
     from megalite.extras.inference.evaluate import evaluate_data, evaluate_text, together
     from megalite.extras.inference.load import load_model
-    from megalite.mesh.device import pick_device
 
     model = load_model(args.path, pick_device(args.device), args.tokenizer)
     if model.tokenizer is None and args.text:
@@ -136,7 +136,7 @@ def lm_eval(argv: Sequence[str]) -> None:
         parser.print_help()
         return
     from megalite.extras.inference.lm_eval import run_tasks  # with torch
-    from megalite.train.exit import leaving_together
+    from megalite.runtime.start.exit import leaving_together
 
     with leaving_together():
         run_tasks(parser.parse_args(argv))

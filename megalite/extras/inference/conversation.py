@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError, printable
-from megalite.data.tokenizer import Tokenizer
-from megalite.data.tokenizer_files import read_json
+from megalite.core.base.errors import UserError, printable
 from megalite.extras.inference.generate import Sampling, new_tokens
 from megalite.extras.inference.load import Model
 from megalite.extras.prepare.chat import ControlWords, turn_ends
 from megalite.extras.prepare.find_template import find_template, make_template
 from megalite.extras.prepare.template import ChatTemplate, Renderer, TemplateFailure
+from megalite.runtime.data.tokenizer import Tokenizer
+from megalite.runtime.data.tokenizer_files import read_json
 
 _HELP = "A line is a turn. /new begins a new conversation, Ctrl-D ends."
 

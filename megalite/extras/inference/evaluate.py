@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalite.base.errors import UserError
-from megalite.data import IndexedDataset, LossMask, PackedDataset, Rows, mask_path
-from megalite.data.rows import IGNORE
-from megalite.data.tokenizer import Tokenizer
+from megalite.core.base.errors import UserError
+from megalite.core.rows import IGNORE
 from megalite.extras.inference.load import Model
 from megalite.extras.prepare.documents import BadRecord, expand_inputs, parse, read_chunks
+from megalite.runtime.data import IndexedDataset, LossMask, PackedDataset, Rows, mask_path
+from megalite.runtime.data.tokenizer import Tokenizer
 
 
 def evaluate_data(model: Model, prefix: str, limit: int) -> dict[str, Any]:

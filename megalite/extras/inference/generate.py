@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megalite.core.mesh.seeding import derive
 from megalite.extras.inference.load import Model
-from megalite.mesh.seeding import derive
 
 
 @dataclass(frozen=True)

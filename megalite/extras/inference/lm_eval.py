@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from megalite.base.errors import UserError, in_range, require
-from megalite.base.log import logger
-from megalite.data.tokenizer import Tokenizer, optional_import
+from megalite.core.base.errors import UserError, in_range, require
+from megalite.core.base.log import logger
+from megalite.core.mesh.agree import agree
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.device import pick_device
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.rendezvous import init_process_group, world_size
 from megalite.extras.inference.load import Weights, find_weights
 from megalite.extras.inference.score import Scorer, scoring_config
-from megalite.mesh.agree import agree
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.device import pick_device
-from megalite.mesh.grid import Grid
-from megalite.mesh.rendezvous import init_process_group, world_size
+from megalite.runtime.data.tokenizer import Tokenizer, optional_import
 
 # The other ranks wait in one operation while rank 0 downloads data or computes metrics.
 _PATIENCE = timedelta(days=1)

@@ -13,11 +13,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from megalite.base.errors import require
-from megalite.data.tokenizer import Tokenizer
+from megalite.core.base.errors import require
+from megalite.core.mesh.seeding import derive
 from megalite.extras.inference.generate import choose_token
 from megalite.extras.inference.score import Scorer
-from megalite.mesh.seeding import derive
+from megalite.runtime.data.tokenizer import Tokenizer
 
 _MAX_GEN_TOKS = 256
 """Default of lm-eval's HFLM, for tasks that do not set it."""

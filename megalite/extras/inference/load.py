@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from megalite.base.errors import UserError, require
-from megalite.batch import Documents, ForwardPass, MicroBatch
-from megalite.checkpoint.hf.start import hf_model_config, load_hf
-from megalite.checkpoint.load import load_checkpoint, model_config
-from megalite.checkpoint.manifest import read_manifest
-from megalite.config.model import ModelConfig
-from megalite.config.parallel import ParallelConfig
-from megalite.config.run import Config
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.core.base.errors import UserError, require
+from megalite.core.batch import Documents, ForwardPass, MicroBatch
+from megalite.core.build import build_stages, resolve_ops
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.model.gpt import GPTStage
+from megalite.core.model.parameters import buffer_map, param_map
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.parallel import ParallelConfig
+from megalite.core.parts.schedules.choose import schedule_of
+from megalite.core.sharding import StateTensor
+from megalite.core.sharding.parameter import ShardedParameter
 from megalite.extras.saved_model import holds_tokenizer, recorded_tokenizer, resolve_checkpoint
-from megalite.mesh.context import ParallelContext
-from megalite.model.gpt import GPTStage
-from megalite.model.parameters import buffer_map, param_map
-from megalite.pipeline.choose import schedule_of
-from megalite.sharding import StateTensor
-from megalite.sharding.parameter import ShardedParameter
-from megalite.train.build import build_stages, resolve_ops
+from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
+from megalite.runtime.checkpoint.load import load_checkpoint, model_config
+from megalite.runtime.checkpoint.manifest import read_manifest
+from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.runtime.options.run import Config
 
 _HF_WINDOW = 2048
 """Longest window for a Hugging Face folder, which does not record the training length."""

@@ -11,22 +11,22 @@ from typing import Literal
 
 import torch
 
-from megalite.base.dtypes import DTYPES
-from megalite.base.errors import UserError, require
-from megalite.batch import ForwardPass, MicroBatch
-from megalite.config.parallel import ParallelConfig
-from megalite.config.run import Config
-from megalite.config.train import TrainConfig
-from megalite.data import share_of
+from megalite.core.base.dtypes import DTYPES
+from megalite.core.base.errors import UserError, require
+from megalite.core.batch import ForwardPass, MicroBatch
+from megalite.core.build import build_stages, resolve_ops
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.model.gpt import GPTStage
+from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.train import TrainConfig
+from megalite.core.parts.schedules.choose import schedule_of
+from megalite.core.pipeline.executor import Executor, forward_program
+from megalite.core.pipeline.p2p import Channel
+from megalite.core.tensor_parallel.loss import vocab_parallel_cross_entropy
 from megalite.extras.inference.load import Weights
-from megalite.mesh import collectives
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.model.gpt import GPTStage
-from megalite.pipeline.choose import schedule_of
-from megalite.pipeline.executor import Executor, forward_program
-from megalite.pipeline.p2p import Channel
-from megalite.tensor_parallel.loss import vocab_parallel_cross_entropy
-from megalite.train.build import build_stages, resolve_ops
+from megalite.runtime.data import share_of
+from megalite.runtime.options.run import Config
 
 _END, _SCORE, _NEXT = range(3)
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.base.errors import UserError, in_range, require
-from megalite.base.log import logger, setup_logging
+from megalite.core.base.errors import UserError, in_range, require
+from megalite.core.base.log import logger, setup_logging
 from megalite.extras.launch.agent import HEARTBEAT_TIMEOUT_S, KILL_GRACE_S, TERM_GRACE_S
 from megalite.extras.launch.emit_options import EMIT_ONLY, add_options, emit, refuse
 from megalite.extras.launch.hosts import (
@@ -27,7 +27,7 @@ from megalite.extras.launch.hosts import (
 from megalite.extras.launch.preflight import PROBE_TIMEOUT_S, require_green, run_preflight
 from megalite.extras.launch.runner import Outcome, Runner
 from megalite.extras.tool import ToolParser
-from megalite.train.recover.member import survives_hosts
+from megalite.runtime.recover.member import survives_hosts
 
 # A host whose end was not observed has stopped on its own after this long (see agent.py).
 FENCED_AFTER_S = HEARTBEAT_TIMEOUT_S + TERM_GRACE_S + KILL_GRACE_S

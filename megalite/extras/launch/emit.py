@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import require
-from megalite.train.recover.member import spare_ranks, survives_hosts
+from megalite.core.base.errors import require
+from megalite.runtime.recover.member import spare_ranks, survives_hosts
 
 # Slurm: between the signal and the end of the allocation. Kubernetes: until ranks that still save are killed.
 NOTICE_S = 120

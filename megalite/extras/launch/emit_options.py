@@ -8,15 +8,15 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from megalite.base.downloads import bring_tree
-from megalite.base.errors import UserError, require
-from megalite.base.untrusted import BadFile, read_json
-from megalite.checkpoint.hf.config import read_config
-from megalite.checkpoint.hf.text_part import text_config
-from megalite.config.model import ModelConfig
+from megalite.core.base.errors import UserError, require
+from megalite.core.options.model import ModelConfig
 from megalite.extras.launch.emit import BatchJob, KubernetesOptions, SlurmOptions, kubernetes_manifest, slurm_script
 from megalite.extras.launch.layout_check import check_layout
 from megalite.extras.launch.preflight import wants_cpu
+from megalite.runtime.base.untrusted import BadFile, read_json
+from megalite.runtime.checkpoint.hf.config import read_config
+from megalite.runtime.checkpoint.hf.text_part import text_config
+from megalite.runtime.places.downloads import bring_tree
 
 _BOTH = "nodes slots name image cpus memory"
 _SLURM = "time_limit partition account mount directive"

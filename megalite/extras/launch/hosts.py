@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megalite.base.errors import UserError, require
+from megalite.core.base.errors import UserError, require
 from megalite.extras.launch.probe import VARIABLES
-from megalite.train.recover.member import survives_hosts
+from megalite.runtime.recover.member import survives_hosts
 
 # ssh's exit code when the connection fails or is lost; every other one is the remote command's.
 SSH_FAILED = 255

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
-from megalite.base.errors import require
-from megalite.config import cli
-from megalite.config.model import ModelConfig
+from megalite.core.base.errors import require
+from megalite.core.mesh.grid import Grid
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.schedules.choose import names_of
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import asks_for_help
-from megalite.mesh.grid import Grid
-from megalite.pipeline.choose import names_of
-from megalite.train.recover.member import spare_ranks
+from megalite.runtime.options import cli
+from megalite.runtime.recover.member import spare_ranks
 
 _SCRIPTS = (["pretrain_gpt.py"], ["-m", "pretrain_gpt"])
 
@@ -27,7 +27,7 @@ def check_layout(
     Args:
         script: training script, or -m and its module, and its flags.
         world: number of ranks, those in reserve among them.
-        read_model: see `megalite.config.cli.parse`.
+        read_model: see `megalite.runtime.options.cli.parse`.
 
     Raises:
         UserError: the error that the ranks would raise.

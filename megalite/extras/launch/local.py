@@ -26,10 +26,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger, unfinished_code
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger, unfinished_code
 from megalite.extras.launch.elastic import ReserveAgent, silence
-from megalite.train.recover.member import spare_ranks, survives_hosts
+from megalite.runtime.recover.member import spare_ranks, survives_hosts
 
 USER_ERROR_CODE = 2
 # As a shell says of what SIGKILL has ended.

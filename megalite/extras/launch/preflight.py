@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
 from megalite.extras.launch import probe
 from megalite.extras.launch.hosts import SSH_FAILED, Host, LaunchSpec, ssh_prefix
 from megalite.extras.launch.probe import MARKER, MAX_CLOCK_SKEW_S

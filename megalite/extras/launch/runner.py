@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO
 
-from megalite.base.child import allow_many_files
-from megalite.base.log import logger
+from megalite.core.base.log import logger
 from megalite.extras.launch.failure import FailedRank, RankTail, first_failure, is_explained, parse_report
 from megalite.extras.launch.hosts import SSH_FAILED
-from megalite.train.recover.hub import MET
+from megalite.runtime.base.child import allow_many_files
+from megalite.runtime.recover.hub import MET
 
 HEARTBEAT_S = 3.0
 # The agents have 8 s of grace and 5 s of killing; then the connection itself is cut.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megalite
-from megalite.base.errors import require
-from megalite.base.log import logger, setup_logging
+from megalite.core.base.errors import require
+from megalite.core.base.log import logger, setup_logging
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import asks_for_help, show_help_if_asked
 from megalite.extras.launch.layout_check import check_layout
@@ -61,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
     # What follows imports torch.
     import torch
 
-    from megalite.checkpoint.hf.start import hf_model_config
     from megalite.extras.launch.local import USER_ERROR_CODE, LocalRanks, Place
+    from megalite.runtime.checkpoint.hf.start import hf_model_config
 
     nproc = args.nproc if args.nproc is not None else torch.cuda.device_count() or 1
     _check(args, nproc)

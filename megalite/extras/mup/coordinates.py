@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megalite.core.step import eval_step
 from megalite.extras.mup.models import make, skewed, train
-from megalite.train.step import eval_step
 
 STEPS = 4
 # Large enough that what four steps add stands out from the initial values: Muon's block outputs start from more.

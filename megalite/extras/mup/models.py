@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megalite.config.cli import parse
-from megalite.config.run import Config
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.train.build import build_engine
-from megalite.train.engine import Engine
-from megalite.train.step import train_step
+from megalite.core.build import build_engine
+from megalite.core.engine import Engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.step import train_step
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 
 HEAD, LAYERS, VOCAB = 16, 2, 256
 

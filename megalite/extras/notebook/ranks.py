@@ -26,13 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.base.errors import UserError, require
+from megalite.core.base.errors import UserError, require
 
 # Imported once for all ranks; torch imports the last, and sympy with it, in the first backward pass.
 _PRELOAD = [
     "cloudpickle",
     "megalite.api",
-    "megalite.train.loop",
+    "megalite.runtime.loop.loop",
     "numpy.random",
     "torch.fx.experimental.symbolic_shapes",
 ]

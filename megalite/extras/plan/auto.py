@@ -6,18 +6,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger, setup_logging
-from megalite.checkpoint.names import checkpoints_folder, step_folders
-from megalite.config.cli import CommandLine, read_yaml
-from megalite.config.options import LAYOUT, LAYOUT_DETAILS, with_options
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger, setup_logging
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.rendezvous import world_size
 from megalite.extras.plan import device
 from megalite.extras.plan.report import describe, flags, why_second
 from megalite.extras.plan.search import SHARE, Candidate, pick, search
-from megalite.mesh.grid import Grid
-from megalite.mesh.rendezvous import world_size
-from megalite.train.inputs import with_vocab_size
+from megalite.runtime.checkpoint.names import checkpoints_folder, step_folders
+from megalite.runtime.options.cli import CommandLine, read_yaml
+from megalite.runtime.options.fields import LAYOUT, LAYOUT_DETAILS, with_options
+from megalite.runtime.options.run import Config
+from megalite.runtime.start.inputs import with_vocab_size
 
 
 def settle_layout(parsed: CommandLine) -> Config:

@@ -8,7 +8,7 @@ from os.path import commonprefix
 from statistics import fmean, median
 from typing import Any
 
-from megalite.base.hardware import DEVICES
+from megalite.core.base.hardware import DEVICES
 from megalite.extras.plan.published import Run
 from megalite.extras.plan.time.step import model_flops
 

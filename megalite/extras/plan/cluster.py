@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError, require
-from megalite.base.hardware import DEVICES, Device
-from megalite.config.cli import read_mapping
-from megalite.config.names import suggest
+from megalite.core.base.errors import UserError, require
+from megalite.core.base.hardware import DEVICES, Device
+from megalite.core.options.names import suggest
+from megalite.runtime.options.cli import read_mapping
 
 _SHORT = {"a100": "a100-80g"}
 _UNITS = {"peak": 1e12, "memory": 1e9, "hbm": 1e9, "nvlink": 1e9, "network": 1e9, "domain": 1, "host": 1}

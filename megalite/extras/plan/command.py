@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.base.errors import UserError
-from megalite.config import cli
-from megalite.config.run import Config
-from megalite.config.train import TrainConfig
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
+from megalite.core.options.train import TrainConfig
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.plan.cluster import FITTED, Cluster, read_calibration
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
@@ -26,7 +25,8 @@ from megalite.extras.plan.search import Candidate, pick, search
 from megalite.extras.plan.time.step import StepTime, step_time
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
-from megalite.mesh.grid import Grid
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 
 # Flags that set the batch size, and those of files that may.
 _GIVES_BATCH = {"--global-batch-size", "--batch-size-schedule", "--config", "--deepspeed-config", "--accelerate-config"}

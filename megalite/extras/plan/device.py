@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from megalite.base.errors import LocalUserError
-from megalite.base.hardware import DEVICES, Device, find_gpu, installed_memory
-from megalite.base.log import env_int
+from megalite.core.base.errors import LocalUserError
+from megalite.core.base.hardware import DEVICES, Device, find_gpu, installed_memory
+from megalite.core.base.log import env_int
+from megalite.core.mesh.rendezvous import local_world_size
 from megalite.extras.plan.cluster import FITTED, Cluster, Constants, read_calibration
-from megalite.mesh.rendezvous import local_world_size
 
 # In a separate process: `pick_device` sets variables that CUDA reads when it starts in a process.
 _READ_CUDA = """import json, sys, torch

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from megalite.base.log import logger
-from megalite.config.options import with_options
+from megalite.core.base.log import logger
 from megalite.extras.plan.device import device_in_use, machine, rates_known
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.time.step import step_time
-from megalite.train.run import Run
+from megalite.runtime.loop.run import Run
+from megalite.runtime.options.fields import with_options
 
 STEPS = 10
 # The first steps compile kernels and allocate memory.

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.partition import blocks_by_kind
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.activations import block_activations
-from megalite.mesh.grid import Grid
-from megalite.model.partition import blocks_by_kind
+from megalite.runtime.options.run import Config
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_PP = 64

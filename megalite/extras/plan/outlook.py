@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from megalite.base.errors import require
-from megalite.config.options import with_options
-from megalite.config.run import Config
+from megalite.core.base.errors import require
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.search import Candidate, pick, search
+from megalite.runtime.options.fields import with_options
+from megalite.runtime.options.run import Config
 
 # Mean absolute error of the step times in docs/plan.md; a test computes it again.
 PUBLISHED_ERROR = 0.039

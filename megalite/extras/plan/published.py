@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError, require
-from megalite.base.hardware import DEVICES
-from megalite.config.model import ModelConfig
-from megalite.config.parallel import ParallelConfig
-from megalite.config.run import Config
-from megalite.config.train import TrainConfig
+from megalite.core.base.errors import UserError, require
+from megalite.core.base.hardware import DEVICES
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.partition import block_work, stage_layers
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.train import TrainConfig
+from megalite.core.pipeline.schedule import placement_of
 from megalite.extras.plan.cluster import FITTED, Cluster, Constants, read_tree
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.in_flight import in_flight_by_rank
 from megalite.extras.plan.memory.stages import parameters_on_rank, vocab_rows
 from megalite.extras.plan.time.block import Engine
 from megalite.extras.plan.time.step import StepTime, step_time
-from megalite.mesh.grid import Grid
-from megalite.model.partition import block_work, stage_layers
-from megalite.pipeline.schedule import placement_of
+from megalite.runtime.options.run import Config
 
 # What eager code keeps of RMSNorm, rotation and SwiGLU, each made of several kernels, as a factor of the block; fitted.
 # LayerNorm and GELU are one kernel each in eager code too.

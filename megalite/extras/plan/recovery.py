@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megalite.base.errors import require
-from megalite.config.run import Config
+from megalite.core.base.errors import require
+from megalite.core.mesh.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.memory.states import copies_of
-from megalite.mesh.grid import Grid
+from megalite.runtime.options.run import Config
 
 # Assumed, on GPUs: from a failure to the next step out of copies in memory, and out of a checkpoint on disk.
 RECOVERY_S, RESTART_S = 10.0, 60.0

@@ -11,11 +11,20 @@ from typing import Any
 
 import yaml
 
-from megalite.base.errors import UserError
-from megalite.config.context_parallel import choose_comm
-from megalite.config.expert_parallel import choose_dispatch
-from megalite.config.options import GROUP_OF
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.flops import flops_per_token
+from megalite.core.model.parameters import describe_parameters, param_map
+from megalite.core.model.partition import block_costs, blocks_by_kind, stage_layers
+from megalite.core.model.saved import element_size, tokens
+from megalite.core.options.context_parallel import choose_comm
+from megalite.core.options.expert_parallel import choose_dispatch
+from megalite.core.parts.ffn.routed import experts_tp, imbalance
+from megalite.core.parts.mixers import MIXERS
+from megalite.core.parts.schedules.choose import schedule_of
+from megalite.core.parts.schedules.simulate import simulate
+from megalite.core.parts.update import RULES
+from megalite.core.pipeline.schedule import Costs, Placement
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.memory.stages import span, vocab_rows
@@ -23,17 +32,8 @@ from megalite.extras.plan.recovery import recovery_rows
 from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pick
 from megalite.extras.plan.time.context import Context, messages
 from megalite.extras.plan.time.step import StepTime, model_flops
-from megalite.mesh.grid import Grid
-from megalite.model.ffn.routed import experts_tp, imbalance
-from megalite.model.flops import flops_per_token
-from megalite.model.mixers import MIXERS
-from megalite.model.parameters import describe_parameters, param_map
-from megalite.model.partition import block_costs, blocks_by_kind, stage_layers
-from megalite.model.saved import element_size, tokens
-from megalite.pipeline.choose import schedule_of
-from megalite.pipeline.schedule import Costs, Placement
-from megalite.pipeline.simulate import simulate
-from megalite.update_rules import RULES
+from megalite.runtime.options.fields import GROUP_OF
+from megalite.runtime.options.run import Config
 
 
 def mfu(layout: Candidate, cluster: Cluster) -> float:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megalite.base.collector import without_collector
-from megalite.base.errors import UserError
-from megalite.config.options import GROUP_OF, LAYOUT
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
+from megalite.core.pipeline.schedule import check_schedule
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.layouts import batches, shapes, sharded
 from megalite.extras.plan.memory.ranks import RankMemory, kept_per_rank, states_per_rank
 from megalite.extras.plan.time.step import StepTime, pass_times, step_time
-from megalite.mesh.grid import Grid
-from megalite.pipeline.schedule import check_schedule
+from megalite.runtime.base.collector import without_collector
+from megalite.runtime.options.fields import GROUP_OF, LAYOUT
+from megalite.runtime.options.run import Config
 
 SHARE = 0.9
 """Share of the device's memory that a layout may use; the rest is for the allocator, the context and buffers."""

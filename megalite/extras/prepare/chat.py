@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.base.untrusted import require_shallow
-from megalite.data.tokenizer import Span, Tokenizer, any_of
-from megalite.data.tokens import token_dtype
 from megalite.extras.prepare.documents import EXCERPT_CHARS, BadRecord, Chunk
 from megalite.extras.prepare.template import RESERVED, STAND_INS, ChatTemplate, Renderer, TemplateFailure
 from megalite.extras.prepare.workers import EncodedChunk
+from megalite.runtime.base.untrusted import require_shallow
+from megalite.runtime.data.tokenizer import Span, Tokenizer, any_of
+from megalite.runtime.data.tokens import token_dtype
 
 OTHER, ANSWER, LAST_ANSWER = 0, 1, 2
 """Bytes of `PREFIX.mask.bin`, one per token: not learned; of an answer; of the last answer of its conversation."""

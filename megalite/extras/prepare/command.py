@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.base.errors import in_range, require
-from megalite.base.log import setup_logging
+from megalite.core.base.errors import in_range, require
+from megalite.core.base.log import setup_logging
 from megalite.extras.prepare.merge import merge
 from megalite.extras.prepare.named_templates import NAMED
 from megalite.extras.prepare.preprocess import check_output, default_workers

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger
-from megalite.data.tokenizer import optional_import
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
 from megalite.extras.prepare.json_values import json_values
+from megalite.runtime.data.tokenizer import optional_import
 
 _TABLES = (".ndjson", ".csv", ".tsv")
 _SNIFFED_BYTES = 8192

@@ -6,12 +6,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.base.untrusted import MAX_TEMPLATE, BadFile, read_regular
-from megalite.data.tokenizer import Tokenizer
-from megalite.data.tokenizer_files import read_json
+from megalite.core.base.errors import UserError
 from megalite.extras.prepare.named_templates import NAMED, read_named, served_form
 from megalite.extras.prepare.template import ChatTemplate, Renderer
+from megalite.runtime.base.untrusted import MAX_TEMPLATE, BadFile, read_regular
+from megalite.runtime.data.tokenizer import Tokenizer
+from megalite.runtime.data.tokenizer_files import read_json
 
 
 def find_template(option: str | None, tokenizer: Tokenizer) -> ChatTemplate:

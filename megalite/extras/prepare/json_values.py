@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 
 _SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder()

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from megalite.base.errors import UserError, require
-from megalite.data.packing import LossMask, mask_path
-from megalite.data.sidecar import read_sidecar
-from megalite.data.tokens import IndexedDataset
+from megalite.core.base.errors import UserError, require
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data.packing import LossMask, mask_path
+from megalite.runtime.data.sidecar import read_sidecar
+from megalite.runtime.data.tokens import IndexedDataset
 
 # Entries of `PREFIX.json` that are sums over the parts.
 _SUMS = ("documents", "tokens", "learned_tokens")

@@ -21,10 +21,8 @@ from typing import Any
 import numpy as np
 
 from megalite import __version__
-from megalite.base.errors import UserError
-from megalite.base.log import logger
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.data.tokens import token_dtype
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
 from megalite.extras.prepare.chat import ChatEncoder
 from megalite.extras.prepare.documents import Chunk, expand_inputs, kind_of, read_chunks
 from megalite.extras.prepare.find_template import find_template
@@ -32,6 +30,8 @@ from megalite.extras.prepare.progress import Progress
 from megalite.extras.prepare.template import ChatTemplate
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.extras.prepare.workers import EncodedChunk, EncoderFactory, TextEncoder, encode_all
+from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.runtime.data.tokens import token_dtype
 
 _MAX_WORKERS = 1024
 _MAX_LOGGED = 10  # bad records logged one by one; all are counted

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from megalite.base.log import logger
+from megalite.core.base.log import logger
 
 LOG_EVERY_S = 30.0
 

@@ -25,10 +25,10 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from megalite.base.errors import UserError
-from megalite.data.tokenizer import Span
+from megalite.core.base.errors import UserError
 from megalite.extras.prepare.named_templates import MARK, fitting_name
 from megalite.extras.prepare.omissions import find_omission
+from megalite.runtime.data.tokenizer import Span
 
 TIME_LIMIT_S = 10.0
 """For all renderings of one conversation."""

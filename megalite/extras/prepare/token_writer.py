@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megalite.base.errors import UserError
-from megalite.data.index import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
-from megalite.data.sidecar import BLOCK, DIGEST
+from megalite.core.base.errors import UserError
+from megalite.runtime.data.index import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
+from megalite.runtime.data.sidecar import BLOCK, DIGEST
 
 
 class BlockHasher:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.data.tokens import token_dtype
 from megalite.extras.prepare.documents import BadRecord, Chunk, parse
 from megalite.extras.tool import ToolError
+from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.runtime.data.tokens import token_dtype
 
 
 @dataclass(frozen=True)

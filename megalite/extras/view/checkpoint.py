@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.manifest import Manifest, read_manifest
-from megalite.checkpoint.reader import ShardReader
-from megalite.checkpoint.safetensors_io import num_bytes
 from megalite.extras.saved_model import resolve_checkpoint
+from megalite.runtime.checkpoint.manifest import Manifest, read_manifest
+from megalite.runtime.checkpoint.reader import ShardReader
+from megalite.runtime.checkpoint.safetensors_io import num_bytes
 
 
 def describe(path: str | Path, tensors: bool = False, verify: bool = False) -> list[str]:

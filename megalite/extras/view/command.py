@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.base.errors import printable
+from megalite.core.base.errors import printable
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.runs import X_LABELS, load_runs, save
 

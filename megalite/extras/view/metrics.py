@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger
-from megalite.base.untrusted import BadFile, parse_json, require_regular
-from megalite.train.metrics import METRICS_FILE
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
+from megalite.runtime.base.untrusted import BadFile, parse_json, require_regular
+from megalite.runtime.record.metrics import METRICS_FILE
 
 # Bytes of a file and of a line that are read; a step has some 500.
 _MOST_METRICS, _LONGEST_LINE = 4 << 30, 1 << 20

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.autograd import DeviceType
 
-from megalite.pipeline.observe import OPTIMIZER_RANGE, RANGE
-from megalite.train.profile import WAIT, ProfiledSteps, headline
+from megalite.core.pipeline.observe import OPTIMIZER_RANGE, RANGE
+from megalite.runtime.record.profile import WAIT, ProfiledSteps, headline
 
 FORWARD, BACKWARD, ATTENTION = "forward matrix products", "backward matrix products", "attention"
 COLLECTIVES, OPTIMIZER, DATA, OTHER_OPS = "collectives", "optimizer", "data", "other operations"

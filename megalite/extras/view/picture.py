@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
-from megalite.base.untrusted import parse_json
-from megalite.pipeline.schedule import Costs, Op, Product, Schedule, build_schedule, needed_by
-from megalite.pipeline.simulate import Event, Simulation
+from megalite.core.base.errors import UserError
+from megalite.core.parts.schedules.simulate import Event, Simulation
+from megalite.core.pipeline.schedule import Costs, Op, Product, Schedule, build_schedule, needed_by
+from megalite.runtime.base.untrusted import parse_json
 
 
 @dataclass(frozen=True)

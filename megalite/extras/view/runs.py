@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.view.metrics import read_metrics
 from megalite.extras.view.picture import picture_errors
-from megalite.train.metrics import METRICS_FILE
+from megalite.runtime.record.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
+from megalite.core.parts.schedules.choose import Request, choose_schedule, simulate_all
+from megalite.core.parts.schedules.pipeline import SCHEDULES
+from megalite.core.parts.schedules.simulate import MODES, Simulation, simulate
+from megalite.core.parts.schedules.validate import validate
+from megalite.core.pipeline.schedule import Costs, Schedule, build_schedule
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
 from megalite.extras.view.recording import measured_costs, measured_step, read_recording
 from megalite.extras.view.timeline import draw_figure, label_of, perfetto_trace
-from megalite.pipeline.choose import Request, choose_schedule, simulate_all
-from megalite.pipeline.schedule import Costs, Schedule, build_schedule
-from megalite.pipeline.simulate import MODES, Simulation, simulate
-from megalite.pipeline.validate import validate
-from megalite.schedules.pipeline import SCHEDULES
 
 # Each is an object; a schedule of so many takes minutes.
 _MAX_PASSES = 1_000_000

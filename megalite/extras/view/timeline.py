@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megalite.pipeline.simulate import Event, Simulation
+from megalite.core.parts.schedules.simulate import Event, Simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

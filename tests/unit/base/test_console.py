@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.base.console import write_or_drop
-from megalite.base.log import logger, setup_logging
+from megalite.core.base.console import write_or_drop
+from megalite.core.base.log import logger, setup_logging
 
 
 @pytest.fixture

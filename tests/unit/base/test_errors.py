@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger, setup_logging
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger, setup_logging
 from megalite.extras.command import find_main
 from megalite.extras.tool import ToolParser
 from tests.ranks import ROOT
 
 
 def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
-    imports = "from megalite.base.errors import UserError; from megalite.extras.tool import run_tool"
+    imports = "from megalite.core.base.errors import UserError; from megalite.extras.tool import run_tool"
     code = f"{imports}\ndef main():\n    {body}\nrun_tool(main)\n"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)  # type: ignore[call-overload]
 
@@ -33,7 +33,7 @@ def test_user_error_is_one_line_and_2() -> None:
 def test_a_rank_whose_errors_are_captured_begins_and_ends() -> None:
     """In a notebook or a test, sys.stderr is no file; stacks and errors go to the process's own."""
     body = "import io, sys; sys.stderr = io.StringIO()\n"
-    body += "from megalite.train.exit import leaving_together\n"
+    body += "from megalite.runtime.start.exit import leaving_together\n"
     body += "import os, signal\nwith leaving_together():\n    os.kill(os.getpid(), signal.SIGUSR1)\n    print('done')\n"
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "done\n")
@@ -42,7 +42,7 @@ def test_a_rank_whose_errors_are_captured_begins_and_ends() -> None:
 
 def test_a_rank_that_took_over_another_reports_under_its_number() -> None:
     """It used to be told as the rank in reserve that it had been."""
-    body = "from megalite.base.log import take_rank\nfrom megalite.train.exit import leaving_together\n"
+    body = "from megalite.core.base.log import take_rank\nfrom megalite.runtime.start.exit import leaving_together\n"
     body += "with leaving_together():\n    take_rank(1)\n    raise ValueError('odd')\n"
     env = os.environ | {"RANK": "4"}
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, env=env)

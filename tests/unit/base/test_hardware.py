@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.base.hardware import (
+from megalite.core.base.hardware import (
     available_memory,
     find_gpu,
     installed_memory,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megalite.base import redact, store
-from megalite.base.errors import UserError, describe
-from megalite.base.log import logger, setup_logging
-from megalite.base.store import Store, check_url
-from megalite.config.run import Config, RunConfig
+from megalite.core.base import redact
+from megalite.core.base.errors import UserError, describe
+from megalite.core.base.log import logger, setup_logging
 from megalite.extras.local_words import local_words
+from megalite.runtime.options.run import Config, RunConfig
+from megalite.runtime.places import store
+from megalite.runtime.places.store import Store, check_url
 
 # Forms that nothing but their values gives away. A value may begin with a slash, as a path does.
 ENVIRONMENT = {

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.base.slices import box_index, contiguous_boxes, contiguous_runs
+from megalite.core.base.slices import box_index, contiguous_boxes, contiguous_runs
 
 
 @st.composite

@@ -18,8 +18,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from megalite.base import store as store_module
-from megalite.base.store import Store, StoreError
+from megalite.runtime.places import store as store_module
+from megalite.runtime.places.store import Store, StoreError
 from tests.conftest import leading_to
 from tests.stores import KEY_ID, S3, SECRET, BreakingProxy, Fault
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megalite.families import FAMILIES
+from megalite.core.parts.families import FAMILIES
 
 SIZES: dict[str, Any] = {
     "vocab_size": 90,

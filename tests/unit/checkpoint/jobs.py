@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from megalite.checkpoint.load import load_checkpoint, verify_together
-from megalite.checkpoint.save import Checkpointer
-from megalite.config.run import Config
+from megalite.runtime.checkpoint.load import load_checkpoint, verify_together
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.options.run import Config
 from tests.parity.jobs import run_steps, start
 
 
@@ -86,8 +86,8 @@ def load_and_save(rank: int, cfg: Config, world: int, path: str, root: str, more
 
 def verified_share(rank: int, world: int, path: str) -> int:
     """Bytes that this rank read to check a checkpoint."""
-    from megalite.mesh.context import ParallelContext
-    from megalite.mesh.grid import Grid
+    from megalite.core.mesh.context import ParallelContext
+    from megalite.core.mesh.grid import Grid
 
     ctx = ParallelContext.create(Grid.of(world), torch.device("cpu"))
     return verify_together(Path(path), ctx).stats.verified
@@ -97,9 +97,9 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
     """Start from a Hugging Face folder, save, and compute logits [batch, seq, vocabulary] on the last stage."""
     import torch.distributed as dist
 
-    from megalite.batch import ForwardPass, MicroBatch
-    from megalite.checkpoint.hf.start import load_hf
-    from megalite.mesh.collectives import start_all_gather
+    from megalite.core.batch import ForwardPass, MicroBatch
+    from megalite.core.mesh.collectives import start_all_gather
+    from megalite.runtime.checkpoint.hf.start import load_hf
     from tests.unit.checkpoint.hf_models import tokens
 
     engine = start(rank, cfg, world)
@@ -129,7 +129,7 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
 
 def bytes_of_tensors(rank: int, cfg: Config, world: int, folder: str, names: list[str]) -> int:
     """Start from a Hugging Face folder of one file; count the bytes of these tensors that this rank reads."""
-    from megalite.checkpoint.hf.start import load_hf
+    from megalite.runtime.checkpoint.hf.start import load_hf
 
     engine = start(rank, cfg, world)
     data = (Path(folder) / "model.safetensors").read_bytes()
@@ -152,8 +152,8 @@ def bytes_of_tensors(rank: int, cfg: Config, world: int, folder: str, names: lis
 
 def bit_flip(rank: int, cfg: Config, world: int, victim: int, name: str) -> str:
     """Flip one bit of a weight or a routing bias on one rank; what `check_replicas` says of it ("" = nothing)."""
-    from megalite.checkpoint.check_replicas import check_replicas
-    from megalite.checkpoint.save import SaveError
+    from megalite.runtime.checkpoint.check_replicas import check_replicas
+    from megalite.runtime.checkpoint.save import SaveError
 
     engine = start(rank, cfg, world)
     params = {p.shard.spec.name: p for stage in engine.stages.values() for p in stage.parameters()}

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.manifest import read_manifest
-from megalite.checkpoint.save import Checkpointer
-from megalite.config.run import Config
+from megalite.runtime.checkpoint.load import load_checkpoint
+from megalite.runtime.checkpoint.manifest import read_manifest
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.options.run import Config
 from tests.parity.jobs import make_config, run_steps, start
 from tests.parity.test_bias import BIASED
 from tests.unit.checkpoint.jobs import load_and_save, train_and_save

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.base import store as store_module
-from megalite.base.store import MissingObject, Store, StoreError
-from megalite.checkpoint import remote
+from megalite.runtime.checkpoint import remote
+from megalite.runtime.places import store as store_module
+from megalite.runtime.places.store import MissingObject, Store, StoreError
 from tests.ranks import reserve_port
 from tests.stores import BreakingProxy, Fault
 from tests.unit.checkpoint.test_upload import make_part, remote_manifest, upload_parts

@@ -18,21 +18,21 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 import megalite
-from megalite.base.errors import UserError
-from megalite.base.slices import Slice
-from megalite.batch import ForwardPass, MicroBatch
-from megalite.checkpoint.hf.config import read_config, write_config
-from megalite.checkpoint.hf.packing import file_tensors
-from megalite.checkpoint.hf.source import HFSource
-from megalite.checkpoint.hf.start import hf_model_config, load_hf
-from megalite.checkpoint.manifest import read_manifest
-from megalite.data import Rows
+from megalite.core.base.errors import UserError
+from megalite.core.base.slices import Slice
+from megalite.core.batch import ForwardPass, MicroBatch
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.parameters import param_map
+from megalite.core.parts.families import FAMILIES
+from megalite.core.step import to_microbatches, weigh_parts
 from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.extras.inference.load import load_model as load_for_inference
-from megalite.families import FAMILIES
-from megalite.mesh.grid import Grid
-from megalite.model.parameters import param_map
-from megalite.train.step import to_microbatches, weigh_parts
+from megalite.runtime.checkpoint.hf.config import read_config, write_config
+from megalite.runtime.checkpoint.hf.packing import file_tensors
+from megalite.runtime.checkpoint.hf.source import HFSource
+from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
+from megalite.runtime.checkpoint.manifest import read_manifest
+from megalite.runtime.data import Rows
 from tests.parity.jobs import make_config, start
 from tests.unit.checkpoint.hf_models import CASES, gradients, load_model, logits_of, make_model, tokens
 from tests.unit.checkpoint.jobs import bytes_of_tensors, hf_job
@@ -644,14 +644,14 @@ def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
 import json, resource, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from megalite.mesh.grid import Grid
+from megalite.core.mesh.grid import Grid
 from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.extras.inference.load import load_model as load_for_inference
-from megalite.checkpoint.hf.config import write_config
-from megalite.checkpoint.hf.packing import file_tensors
-from megalite.config.model import ModelConfig
-from megalite.families import FAMILIES
-from megalite.model.parameters import param_map
+from megalite.runtime.checkpoint.hf.config import write_config
+from megalite.runtime.checkpoint.hf.packing import file_tensors
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families import FAMILIES
+from megalite.core.model.parameters import param_map
 root = Path(sys.argv[1])
 cfg = ModelConfig(num_layers=2, hidden_size=1024, num_heads=8, ffn_hidden_size=4096, vocab_size=4096, seq_len=64)
 (root / "hf").mkdir()

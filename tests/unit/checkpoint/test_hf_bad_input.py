@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megalite.core.parts.families import FAMILIES
 from megalite.extras.convert.command import main
 from megalite.extras.convert.hf import import_hf
 from megalite.extras.tool import run_tool
-from megalite.families import FAMILIES
 from tests.unit.checkpoint.hf_models import make_model
 
 
@@ -266,9 +266,9 @@ def test_export_refuses(
 
 
 def test_a_model_its_family_cannot_say(tmp_path: Path, model: Path) -> None:
-    from megalite.base.errors import UserError
-    from megalite.checkpoint.hf.config import write_config
-    from megalite.config.model import ModelConfig
+    from megalite.core.base.errors import UserError
+    from megalite.core.options.model import ModelConfig
+    from megalite.runtime.checkpoint.hf.config import write_config
 
     odd = ModelConfig(hidden_size=32, num_heads=4, vocab_size=90, qk_norm="head")
     with pytest.raises(UserError, match="has qk_norm 'head', but a config.json of this family means 'none'"):

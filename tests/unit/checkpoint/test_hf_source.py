@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint.hf.source import HFSource
-from megalite.checkpoint.safetensors_io import BadCheckpoint
+from megalite.runtime.checkpoint.hf.source import HFSource
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from tests.unit.checkpoint.hf_models import CASES, make_model
 
 

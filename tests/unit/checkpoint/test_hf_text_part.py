@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.checkpoint.hf.start import hf_model_config
+from megalite.core.base.errors import UserError
 from megalite.extras.convert.hf import export_hf, import_hf
+from megalite.runtime.checkpoint.hf.start import hf_model_config
 from tests.unit.checkpoint.hf_models import GROUPED, logits_of, make_model, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -77,8 +77,8 @@ def test_the_text_part_is_a_model_of_its_own(
 
 def test_what_a_text_config_may_omit(model: tuple[Path, np.ndarray], tmp_path: Path) -> None:
     """The 4B model's names hidden size, layers and little else: the rest is transformers' default."""
-    from megalite.checkpoint.hf.config import read_config
-    from megalite.checkpoint.hf.text_part import text_config
+    from megalite.runtime.checkpoint.hf.config import read_config
+    from megalite.runtime.checkpoint.hf.text_part import text_config
 
     published = {
         "model_type": "gemma3",

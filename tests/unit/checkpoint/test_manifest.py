@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from megalite.base.slices import Slice
-from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, commit_text, read_manifest
-from megalite.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, parse_header, write_file
+from megalite.core.base.slices import Slice
+from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, commit_text, read_manifest
+from megalite.runtime.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, parse_header, write_file
 
 Rectangle = tuple[int, int, int, int]
 

@@ -22,13 +22,21 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.base.child import readable
-from megalite.base.errors import UserError
-from megalite.base.slices import Slice
-from megalite.checkpoint import reader as reader_module
-from megalite.checkpoint.manifest import FileEntry, Manifest, Part, TensorEntry, box_key, commit_text, read_manifest
-from megalite.checkpoint.reader import ShardReader
-from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, open_inside, write_file
+from megalite.core.base.errors import UserError
+from megalite.core.base.slices import Slice
+from megalite.runtime.base.child import readable
+from megalite.runtime.checkpoint import reader as reader_module
+from megalite.runtime.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    Part,
+    TensorEntry,
+    box_key,
+    commit_text,
+    read_manifest,
+)
+from megalite.runtime.checkpoint.reader import ShardReader
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, open_inside, write_file
 from tests.parity.test_resume import MODEL
 from tests.ranks import ROOT
 from tests.workers import WorkerPool
@@ -201,7 +209,7 @@ def test_waiting_on_a_high_descriptor() -> None:
 
 def train_counted(rank: int, arguments: list[str], world: int) -> dict[str, int]:
     """Train to the end, and count how often the manifest is parsed and the size of a shard is asked for."""
-    from megalite.checkpoint import manifest as module
+    from megalite.runtime.checkpoint import manifest as module
     from tests.parity.test_resume import train
 
     counts, parse, allowance = {"parsed": 0, "asked": 0}, Manifest.from_json, module._allowance
@@ -295,11 +303,11 @@ def test_some_rank_finds_what_is_wrong(fault: str) -> None:
 
 def test_an_export_reads_a_third_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masters are verified and read, moments are not. Blocks are small here, as shards are."""
-    from megalite.checkpoint import manifest as manifest_module
-    from megalite.checkpoint import reader, safetensors_io
-    from megalite.checkpoint.snapshot import boxes_of
     from megalite.extras.convert import hf
     from megalite.extras.convert.hf import export_hf
+    from megalite.runtime.checkpoint import manifest as manifest_module
+    from megalite.runtime.checkpoint import reader, safetensors_io
+    from megalite.runtime.checkpoint.snapshot import boxes_of
     from tests.parity.jobs import llama, make_config, start
 
     for module in (hf, reader, safetensors_io, manifest_module):

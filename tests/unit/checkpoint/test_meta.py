@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.meta import require_entries
-from megalite.checkpoint.safetensors_io import BadCheckpoint
+from megalite.runtime.checkpoint.manifest import Manifest
+from megalite.runtime.checkpoint.meta import require_entries
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from tests.ranks import ROOT
 
 # A checkpoint that the first release wrote.

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.checkpoint import writer
-from megalite.checkpoint.commit import clean_up, commit
-from megalite.checkpoint.load import find_good, load_checkpoint, read_meta
-from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.save import Checkpointer, SaveError
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
 from megalite.extras.view.checkpoint import describe
-from megalite.mesh.context import ParallelContext
+from megalite.runtime.checkpoint import writer
+from megalite.runtime.checkpoint.commit import clean_up, commit
+from megalite.runtime.checkpoint.load import find_good, load_checkpoint, read_meta
+from megalite.runtime.checkpoint.manifest import Manifest
+from megalite.runtime.checkpoint.save import Checkpointer, SaveError
 from tests.faults import checkpoint_states as cs
 from tests.parity.jobs import llama, make_config
 from tests.unit.checkpoint.jobs import bit_flip, layout, whole_tensors
@@ -214,9 +214,9 @@ def test_loading_needs_little_memory(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.save import Checkpointer, SaveError
-from megalite.mesh.context import ParallelContext
+from megalite.runtime.checkpoint.load import load_checkpoint
+from megalite.runtime.checkpoint.save import Checkpointer, SaveError
+from megalite.core.mesh.context import ParallelContext
 from tests.faults import checkpoint_states as cs
 specs = [cs.ParamSpec("w", (16384, 1024))]
 states = cs.states_at(1, specs=specs)

@@ -21,25 +21,25 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.base import store as store_module
-from megalite.base import waits
-from megalite.base.downloads import bring_tree
-from megalite.base.errors import UserError, describe
-from megalite.base.slices import Slice
-from megalite.base.store import MissingObject, Store, StoreError, cached_at, check_url
-from megalite.checkpoint import remote, upload
-from megalite.checkpoint.claim import Claim
-from megalite.checkpoint.fragments import SavedBox, assemble
-from megalite.checkpoint.manifest import Manifest, box_key, commit_text
-from megalite.checkpoint.mirror import Mirror, SaveError, copy_together
-from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
-from megalite.checkpoint.save import Checkpointer
-from megalite.checkpoint.upload import Part, Uploader
-from megalite.checkpoint.writer import receive, say
-from megalite.config.run import RunConfig
-from megalite.config.train import TrainConfig
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
+from megalite.core.base.errors import UserError, describe
+from megalite.core.base.slices import Slice
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.options.train import TrainConfig
+from megalite.runtime.base import waits
+from megalite.runtime.checkpoint import remote, upload
+from megalite.runtime.checkpoint.claim import Claim
+from megalite.runtime.checkpoint.fragments import SavedBox, assemble
+from megalite.runtime.checkpoint.manifest import Manifest, box_key, commit_text
+from megalite.runtime.checkpoint.mirror import Mirror, SaveError, copy_together
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.checkpoint.upload import Part, Uploader
+from megalite.runtime.checkpoint.writer import receive, say
+from megalite.runtime.options.run import RunConfig
+from megalite.runtime.places import store as store_module
+from megalite.runtime.places.downloads import bring_tree
+from megalite.runtime.places.store import MissingObject, Store, StoreError, cached_at, check_url
 from tests.faults import checkpoint_states as cs
 from tests.stores import KEY_ID, S3, SECRET, TOKEN, BreakingProxy, Fault, secrets_in
 from tests.workers import WorkerPool

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megalite.base import store as store_module
-from megalite.base.errors import UserError
-from megalite.base.store import Store
-from megalite.checkpoint import remote
-from megalite.checkpoint import waiting as waiting_module
-from megalite.checkpoint.load import find_good, load_checkpoint
-from megalite.checkpoint.mirror import Mirror
-from megalite.checkpoint.save import Checkpointer
-from megalite.checkpoint.upload import Part, send_part
-from megalite.checkpoint.waiting import upload_waiting
-from megalite.mesh import agree as agree_module
+from megalite.core.base.errors import UserError
+from megalite.core.mesh import agree as agree_module
+from megalite.runtime.checkpoint import remote
+from megalite.runtime.checkpoint import waiting as waiting_module
+from megalite.runtime.checkpoint.load import find_good, load_checkpoint
+from megalite.runtime.checkpoint.mirror import Mirror
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.checkpoint.upload import Part, send_part
+from megalite.runtime.checkpoint.waiting import upload_waiting
+from megalite.runtime.places import store as store_module
+from megalite.runtime.places.store import Store
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 

@@ -14,13 +14,13 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse, to_yaml
-from megalite.config.dialect import PLAIN, Dialect
-from megalite.config.rope import RopeScaling
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.options.rope import RopeScaling
+from megalite.core.parts.families import FAMILIES, PRESETS
 from megalite.extras.compat.dialect import DIALECT
-from megalite.families import FAMILIES, PRESETS
+from megalite.runtime.options.cli import parse, to_yaml
+from megalite.runtime.options.dialect import PLAIN, Dialect
+from megalite.runtime.options.run import Config
 
 
 def config(*argv: str) -> Config:
@@ -214,7 +214,7 @@ def test_a_file_and_a_flag_of_different_families(tmp_path: Path) -> None:
 
 
 def run_script(*argv: str) -> subprocess.CompletedProcess[str]:
-    imports = "from megalite.config.cli import parse; from megalite.extras.tool import run_tool; "
+    imports = "from megalite.runtime.options.cli import parse; from megalite.extras.tool import run_tool; "
     code = imports + "run_tool(lambda: parse() and None)"
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
 
@@ -228,7 +228,8 @@ def test_as_a_program_a_mistake_is_one_line_and_exit_2(argv: list[str]) -> None:
 
 
 def test_importing_the_command_line_is_light() -> None:
-    script = "import megalite.config.cli, sys; print(*sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    heavy = "{'torch', 'numpy', 'transformers'}"
+    script = f"import megalite.runtime.options.cli, sys; print(*sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ""
 

@@ -10,17 +10,17 @@ from typing import get_type_hints as hints
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config import cli
-from megalite.config.data import DataConfig
-from megalite.config.model import ModelConfig
-from megalite.config.optim import OptimConfig
-from megalite.config.options import GROUPS
-from megalite.config.parallel import ParallelConfig
-from megalite.config.rope import RopeScaling
-from megalite.config.run import Config, RunConfig
-from megalite.config.train import TrainConfig
-from megalite.families import FAMILIES
+from megalite.core.base.errors import UserError
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.optim import OptimConfig
+from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.rope import RopeScaling
+from megalite.core.options.train import TrainConfig
+from megalite.core.parts.families import FAMILIES
+from megalite.runtime.options import cli
+from megalite.runtime.options.data import DataConfig
+from megalite.runtime.options.fields import GROUPS
+from megalite.runtime.options.run import Config, RunConfig
 
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "seq_len": 32}
 

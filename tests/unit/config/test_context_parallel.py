@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse
-from megalite.config.context_parallel import choose_comm, head_ranks
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.options.context_parallel import choose_comm, head_ranks
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 
 SIZES = "--vocab-size 90 --num-layers 2 --hidden-size 96"
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse, to_yaml
-from megalite.config.expert_parallel import choose_dispatch
-from megalite.config.model import ModelConfig
+from megalite.core.base.errors import UserError
+from megalite.core.options.expert_parallel import choose_dispatch
+from megalite.core.options.model import ModelConfig
+from megalite.runtime.options.cli import parse, to_yaml
 
 EXPERTS = "--num-experts 8 --moe-ffn-size 32"
 REFUSED = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse
-from megalite.config.fp8 import describe_fp8, fp8_layers
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.options.fp8 import describe_fp8, fp8_layers
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 
 SIZES = "--vocab-size 90 --num-layers 4 --hidden-size 512 --num-heads 8 --num-kv-heads 8 --seq-len 128"
 

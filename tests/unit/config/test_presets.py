@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.config.cli import parse
-from megalite.config.model import ModelConfig
-from megalite.config.rope import RopeScaling
-from megalite.families import FAMILIES, PRESETS
-from megalite.model.flops import flops_per_token
-from megalite.model.parameters import active_parameters, param_map
-from megalite.model.partition import block_costs, layer_split
+from megalite.core.model.flops import flops_per_token
+from megalite.core.model.parameters import active_parameters, param_map
+from megalite.core.model.partition import block_costs, layer_split
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.rope import RopeScaling
+from megalite.core.parts.families import FAMILIES, PRESETS
+from megalite.runtime.options.cli import parse
 
 # Published numbers of trained parameters, which the family files hold beside the shapes: safetensors metadata of the
 # models' Hugging Face pages, Pythia's README table, and the model card of GPT-NeoX-20B. Brown et al. 2020, table 2.1,

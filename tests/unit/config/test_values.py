@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config.names import Choices
-from megalite.config.rope import RopeScaling
-from megalite.config.values import fits, read_value
+from megalite.core.base.errors import UserError
+from megalite.core.options.names import Choices
+from megalite.core.options.rope import RopeScaling
+from megalite.core.options.values import fits, read_value
 
 NAME = Annotated[str, Choices({"a": 1, "b": 2})]
 # (type, value, whether JSON of a checkpoint may hold it, what the command line or YAML makes of it; ... is an error)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.batch import Documents, Mask, by_rank, in_order, runs_of
-from megalite.context_parallel import blocks, share_attention
-from megalite.context_parallel.blocks import Block, Case, blocks_of
-from megalite.mesh import collectives
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.ops import resolve
-from megalite.ops.dropout import HeadDropout, SampleWords, keep_mask
+from megalite.core.batch import Documents, Mask, by_rank, in_order, runs_of
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.ops import resolve
+from megalite.core.ops.dropout import HeadDropout, SampleWords, keep_mask
+from megalite.core.parts.context import blocks, share_attention
+from megalite.core.parts.context.blocks import Block, Case, blocks_of
 from tests.workers import WorkerPool
 
 S, B = 48, 2

@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalite.batch import ForwardPass, MicroBatch
-from megalite.config.run import Config
-from megalite.context_parallel.heads import _Kept
+from megalite.core.batch import ForwardPass, MicroBatch
+from megalite.core.parts.context.heads import _Kept
+from megalite.core.parts.families.parts import BlockKind
 from megalite.extras.plan.memory.activations import block_activations
-from megalite.families.parts import BlockKind
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.tokens import IndexedDataset, token_dtype
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data.tokens import IndexedDataset, token_dtype
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megalite.data
-from megalite.base.errors import UserError
-from megalite.data.blend import BlendedDataset, BlendOrder, BlendRule, compiled, run_in_python
-from megalite.data.samples import GPTDataset
-from megalite.data.tokens import IndexedDataset
+import megalite.runtime.data
+from megalite.core.base.errors import UserError
+from megalite.runtime.data.blend import BlendedDataset, BlendOrder, BlendRule, compiled, run_in_python
+from megalite.runtime.data.samples import GPTDataset
+from megalite.runtime.data.tokens import IndexedDataset
 
 Make = Callable[..., IndexedDataset]
 
@@ -108,8 +108,8 @@ def test_reading_on_follows_the_rule_from_where_it_stands() -> None:
 
 
 def test_a_library_that_does_not_load_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "megalite.data._blend_rule", raising=False)
-    monkeypatch.setattr(megalite.data, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "megalite.runtime.data._blend_rule", raising=False)
+    monkeypatch.setattr(megalite.runtime.data, "__path__", [str(tmp_path)])
     assert compiled.__wrapped__() is None
     (tmp_path / "_blend_rule.so").write_bytes(b"half a library")
     with pytest.raises(UserError, match="cannot be loaded: .*; install megalite again"):

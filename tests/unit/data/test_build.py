@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.data import BlendedDataset, GPTDataset, build_datasets, prefixes_of
-from megalite.data.tokens import IndexedDataset
+from megalite.core.base.errors import UserError
+from megalite.runtime.data import BlendedDataset, GPTDataset, build_datasets, prefixes_of
+from megalite.runtime.data.tokens import IndexedDataset
 
 Make = Callable[..., IndexedDataset]
 ARGS = {"split": "80,20,0", "seq_len": 10, "seed": 3, "vocab_size": 100_000}

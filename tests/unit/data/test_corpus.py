@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.corpus import python_corpus
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from tests.ranks import ROOT
 
 

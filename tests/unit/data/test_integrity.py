@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.data import GPTDataset
-from megalite.data.binary import TokenFile
-from megalite.data.sidecar import BLOCK
-from megalite.data.tokens import IndexedDataset
+from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data import GPTDataset
+from megalite.runtime.data.binary import TokenFile
+from megalite.runtime.data.sidecar import BLOCK
+from megalite.runtime.data.tokens import IndexedDataset
 
 BLOCKS = 9
 TOKENS = (BLOCKS * BLOCK - 1000) // 2

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.base.errors import UserError
-from megalite.data.blend import BlendedDataset
-from megalite.data.loader import BatchLoader
-from megalite.data.rows import Rows
-from megalite.data.samples import Dataset, GPTDataset, MockDataset
-from megalite.data.shuffle import permuted
-from megalite.data.tokens import IndexedDataset
+from megalite.core.base.errors import UserError
+from megalite.core.rows import Rows
+from megalite.runtime.data.blend import BlendedDataset
+from megalite.runtime.data.loader import BatchLoader
+from megalite.runtime.data.samples import Dataset, GPTDataset, MockDataset
+from megalite.runtime.data.shuffle import permuted
+from megalite.runtime.data.tokens import IndexedDataset
 
 Make = Callable[..., IndexedDataset]
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.data import binary, sidecar
-from megalite.data.build import Datasets, build_datasets
+from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import BlockHasher, IndexedDatasetWriter
+from megalite.runtime.data import binary, sidecar
+from megalite.runtime.data.build import Datasets, build_datasets
 
 SIDECAR = {"vocab_size": 60_000, "tokenizer_sha256": "0"}
 
@@ -103,7 +103,7 @@ def test_more_sources_than_files_may_be_open(tmp_path: Path, sums: bool) -> None
 def test_the_check_at_the_start_is_capped_for_all_sources(
     tmp_path: Path, reads: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalite.data.build.AT_START", 4 * sidecar.BLOCK)
+    monkeypatch.setattr("megalite.runtime.data.build.AT_START", 4 * sidecar.BLOCK)
     open_all([write(tmp_path / f"s{i}", 50_000, 4) for i in range(4)], 0, 1)
     assert 0 < reads["bin"] <= 4 * sidecar.BLOCK
 

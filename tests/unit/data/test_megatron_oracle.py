@@ -8,8 +8,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from megalite.data.tokens import IndexedDataset, token_dtype
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data.tokens import IndexedDataset, token_dtype
 
 DOCUMENT_LENGTHS = [5, 1, 700, 0, 33, 2]
 

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megalite.data.shuffle import EpochOrder, epoch_order, permuted
+from megalite.runtime.data.shuffle import EpochOrder, epoch_order, permuted
 
 
 @pytest.mark.parametrize("count", [1, 2, 97, 10_000, pytest.param(1_000_000, marks=pytest.mark.full)])
@@ -21,7 +21,7 @@ def test_each_index_once(count: int) -> None:
 
 def test_a_large_epoch_takes_no_memory_and_few_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 10^9 samples: the numbers that are permuted are hardly more than the samples, so that few are walked over."""
-    from megalite.data import shuffle as order
+    from megalite.runtime.data import shuffle as order
 
     hashes, blake2b = 0, order.hashlib.blake2b
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.data import Rows
-from megalite.data.own import OwnDataset
+from megalite.core.base.errors import UserError
+from megalite.runtime.data import Rows
+from megalite.runtime.data.own import OwnDataset
 
 ROW = Rows(np.array([5, 6, 0, 0]), np.array([6, -1, -1, -1]))
 

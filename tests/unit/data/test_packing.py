@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.data.build import build_datasets
-from megalite.data.loader import BatchLoader
-from megalite.data.packing import LossMask, PackedDataset, pack
-from megalite.data.rows import Rows
-from megalite.data.samples import GPTDataset
-from megalite.data.tokens import IndexedDataset
+from megalite.core.base.errors import UserError
+from megalite.core.rows import Rows
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data.build import build_datasets
+from megalite.runtime.data.loader import BatchLoader
+from megalite.runtime.data.packing import LossMask, PackedDataset, pack
+from megalite.runtime.data.samples import GPTDataset
+from megalite.runtime.data.tokens import IndexedDataset
 
 
 def write(folder: Path, sizes: list[int], mask: np.ndarray | None = None, name: str = "chat") -> str:

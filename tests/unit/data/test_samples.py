@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.base.errors import UserError
-from megalite.data.samples import GPTDataset, MockDataset, split_documents
-from megalite.data.shuffle import epoch_order
-from megalite.data.tokens import IndexedDataset
+from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data.samples import GPTDataset, MockDataset, split_documents
+from megalite.runtime.data.shuffle import epoch_order
+from megalite.runtime.data.tokens import IndexedDataset
 
 Make = Callable[..., IndexedDataset]
 

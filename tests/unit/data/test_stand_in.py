@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.base import store as store_module
-from megalite.base import waits
-from megalite.base.downloads import bring_tree
-from megalite.base.errors import UserError
-from megalite.base.store import Store, StoreError, cached_at
-from megalite.data import build_datasets
-from megalite.data.stand_in import UNIT, Units, bring_prefix
+from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.base import waits
+from megalite.runtime.data import build_datasets
+from megalite.runtime.data.stand_in import UNIT, Units, bring_prefix
+from megalite.runtime.places import store as store_module
+from megalite.runtime.places.downloads import bring_tree
+from megalite.runtime.places.store import Store, StoreError, cached_at
 from tests.ranks import ROOT
 from tests.stores import S3, BreakingProxy, Fault, secrets_in
 
@@ -253,7 +253,7 @@ def test_a_full_disk_stops_no_run(local: str, tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("megalite.data.stand_in.os.replace", full)
+        patch.setattr("megalite.runtime.data.stand_in.os.replace", full)
         assert samples(prefix, 30) == expected
     assert not units(cache)
     assert not list(cache.glob("**/.part_*"))

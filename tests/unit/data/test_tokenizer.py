@@ -13,10 +13,10 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.base.errors import UserError
-from megalite.data import check_tokenizer_matches
-from megalite.data.tokenizer import ByteTokenizer, load_tokenizer
+from megalite.core.base.errors import UserError
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
+from megalite.runtime.data import check_tokenizer_matches
+from megalite.runtime.data.tokenizer import ByteTokenizer, load_tokenizer
 
 HARD_TEXTS = [
     "",
@@ -230,7 +230,7 @@ def test_paths_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
 def test_a_missing_library_is_named_with_its_extra(bpe_files: dict[str, Path]) -> None:
     program = (
         "import sys; sys.modules['tiktoken'] = None\n"
-        "from megalite.data.tokenizer import load_tokenizer\n"
+        "from megalite.runtime.data.tokenizer import load_tokenizer\n"
         "from megalite.extras.tool import run_tool\n"
         "run_tool(lambda: load_tokenizer(sys.argv[1]))"
     )

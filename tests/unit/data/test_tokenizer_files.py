@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config.model import ModelConfig
-from megalite.data.tokenizer import load_tokenizer
+from megalite.core.base.errors import UserError
+from megalite.core.options.model import ModelConfig
 from megalite.extras.convert.tokenizer import export_tokenizer
 from megalite.extras.saved_model import recorded_tokenizer
+from megalite.runtime.data.tokenizer import load_tokenizer
 
 BPE: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.base.errors import UserError
-from megalite.data.tokens import IndexedDataset, locate, token_dtype
+from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data.tokens import IndexedDataset, locate, token_dtype
 
 DOCUMENTS = [[7, 1, 65499, 3, 4], [5] * 7, [], [9, 8, 7, 6]]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger
-from megalite.base.store import Store, StoreError
-from megalite.checkpoint import remote
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
 from megalite.extras.command import find_main
 from megalite.extras.local_words import local_words
+from megalite.runtime.checkpoint import remote
+from megalite.runtime.places.store import Store, StoreError
 from tests.stores import S3
 from tests.unit.checkpoint import hf_models
 from tests.unit.checkpoint.test_upload import make_part, upload_parts

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.mesh import collectives
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.mesh.grid import Grid
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.grid import Grid
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

@@ -17,15 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
+from megalite.core.build import build_engine
+from megalite.core.mesh import context as context_module
+from megalite.core.mesh.collectives import all_reduce
+from megalite.core.mesh.context import ParallelContext, neighbor_pairs
+from megalite.core.mesh.device import pick_device
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.rendezvous import backend_of, group_timeout
 from megalite.extras.estimate.record import Communication, recorded_world
-from megalite.mesh import context as context_module
-from megalite.mesh.collectives import all_reduce
-from megalite.mesh.context import ParallelContext, neighbor_pairs
-from megalite.mesh.device import pick_device
-from megalite.mesh.grid import Grid
-from megalite.mesh.rendezvous import backend_of, group_timeout
-from megalite.train.build import build_engine
 from tests.parity import jobs
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.base.errors import UserError
-from megalite.mesh.grid import Grid
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
 
 SIXTEEN = {
     "tp": [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]],

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from megalite.mesh.rendezvous import fresh_store
+from megalite.core.mesh.rendezvous import fresh_store
 
 WORLD = 3
 PATIENCE = timedelta(seconds=30)

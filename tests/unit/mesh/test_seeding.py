@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megalite.mesh.seeding import derive, philox
+from megalite.core.mesh.seeding import derive, philox
 
 
 def test_every_key_has_a_seed_of_its_own() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.batch import ForwardPass
-from megalite.mesh.grid import Grid
-from megalite.model.parameters import param_map
-from megalite.pipeline.schedule import Placement
-from megalite.sharding import Shard
+from megalite.core.batch import ForwardPass
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.parameters import param_map
+from megalite.core.pipeline.schedule import Placement
+from megalite.core.sharding import Shard
 from tests.parity import jobs
 from tests.unit.extras.plan.test_memory import stages_of
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.batch import ForwardPass, Positions
-from megalite.context_parallel.blocks import BlockAttention
-from megalite.context_parallel.ring import Ring
-from megalite.mesh.context import Axis
-from megalite.model.attention import Attention
-from megalite.model.dropout import Dropout, MaskWords
-from megalite.ops import resolve
-from megalite.ops.dropout import keep_mask
+from megalite.core.batch import ForwardPass, Positions
+from megalite.core.mesh.context import Axis
+from megalite.core.model.dropout import Dropout, MaskWords
+from megalite.core.ops import resolve
+from megalite.core.ops.dropout import keep_mask
+from megalite.core.parts.context.blocks import BlockAttention
+from megalite.core.parts.context.ring import Ring
+from megalite.core.parts.mixers.attention import Attention
 from tests.unit.model.test_layers import layers_of, tiny
 
 ALONE = Axis("own")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.config.cli import parse
-from megalite.config.model import ModelConfig
-from megalite.families import PRESETS
-from megalite.model.flops import flops_per_token, peak_flops
-from megalite.model.partition import block_costs, layer_split
+from megalite.core.model.flops import flops_per_token, peak_flops
+from megalite.core.model.partition import block_costs, layer_split
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families import PRESETS
+from megalite.runtime.options.cli import parse
 
 GPT3 = ModelConfig.from_arch(
     "gpt2", hidden_size=12288, num_layers=96, num_heads=96, ffn_hidden_size=49152, vocab_size=51200, seq_len=2048

@@ -17,22 +17,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalite import ops as kernels
-from megalite.config.run import Config
-from megalite.context_parallel import blocks
-from megalite.data.rows import Rows
+from megalite.core import build
+from megalite.core import ops as kernels
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.ops import Ops, delta_rule
+from megalite.core.parts.context import blocks
+from megalite.core.parts.families import FAMILIES
+from megalite.core.parts.ffn.routing import Router
+from megalite.core.parts.update import RULES
+from megalite.core.rows import Rows
+from megalite.core.step import train_step
 from megalite.extras.estimate.rank import plausible_status
 from megalite.extras.estimate.record import recorded_world
 from megalite.extras.estimate.tracker import arguments, launches, operands
-from megalite.families import FAMILIES
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.model.routing import Router
-from megalite.ops import Ops, delta_rule
-from megalite.train import build
-from megalite.train.build import build_engine
-from megalite.train.step import train_step
-from megalite.update_rules import RULES
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.unit.extras.estimate.test_all_ranks import in_turn
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from megalite import ops as kernels
-from megalite.batch import ForwardPass, Positions
-from megalite.config.model import ModelConfig
-from megalite.config.rope import SCALING_FIELDS, RopeScaling
-from megalite.mesh.context import Axis
-from megalite.mesh.grid import Grid
-from megalite.model.attention import Attention
-from megalite.model.dropout import MaskWords
-from megalite.model.layers import Layers
-from megalite.model.parameters import param_map
-from megalite.sharding import Layout
-from megalite.tensor_parallel.linear import WgradQueue
+from megalite.core import ops as kernels
+from megalite.core.batch import ForwardPass, Positions
+from megalite.core.mesh.context import Axis
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.dropout import MaskWords
+from megalite.core.model.layers import Layers
+from megalite.core.model.parameters import param_map
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.rope import SCALING_FIELDS, RopeScaling
+from megalite.core.parts.mixers.attention import Attention
+from megalite.core.sharding import Layout
+from megalite.core.tensor_parallel.linear import WgradQueue
 
 CPU = torch.device("cpu")
 

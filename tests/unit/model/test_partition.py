@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse
-from megalite.config.model import ModelConfig
-from megalite.config.parallel import ParallelConfig
-from megalite.config.run import Config
-from megalite.config.train import TrainConfig
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.partition import block_costs, layer_split, split_layers
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.train import TrainConfig
+from megalite.core.parts.schedules.layers import read_stages
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.time.step import step_time
-from megalite.mesh.grid import Grid
-from megalite.model.partition import block_costs, layer_split, split_layers
-from megalite.schedules.layers import read_stages
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 
 
 def counts(ranges: list[range]) -> list[int]:

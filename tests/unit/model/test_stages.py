@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from megalite import ops as kernels
-from megalite.batch import ForwardPass, MicroBatch
-from megalite.config.model import ModelConfig
-from megalite.config.optim import OptimConfig
-from megalite.config.parallel import ParallelConfig
-from megalite.config.run import Config
-from megalite.config.train import TrainConfig
-from megalite.context_parallel.blocks import BlockAttention
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.model.parameters import param_map
-from megalite.optim.make_buckets import make_buckets
-from megalite.optim.optimizer import DistributedOptimizer
-from megalite.optim.shares import Sharding
-from megalite.pipeline.choose import schedule_of
-from megalite.sharding import Shard
-from megalite.sharding.parameter import ShardedParameter
-from megalite.train import build
-from megalite.train.build import build_stages
+from megalite.core import build
+from megalite.core import ops as kernels
+from megalite.core.batch import ForwardPass, MicroBatch
+from megalite.core.build import build_stages
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.parameters import param_map
+from megalite.core.optim.make_buckets import make_buckets
+from megalite.core.optim.optimizer import DistributedOptimizer
+from megalite.core.optim.shares import Sharding
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.optim import OptimConfig
+from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.train import TrainConfig
+from megalite.core.parts.context.blocks import BlockAttention
+from megalite.core.parts.schedules.choose import schedule_of
+from megalite.core.sharding import Shard
+from megalite.core.sharding.parameter import ShardedParameter
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.shards import tp_shard
 

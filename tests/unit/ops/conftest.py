@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from megalite.ops import Ops, resolve
+from megalite.core.ops import Ops, resolve
 
 BACKEND = os.environ.get("MEGALITE_TEST_BACKEND", "torch")
 
@@ -35,6 +35,6 @@ def ops(backend: str, device: str) -> Ops:
 def native_libraries() -> None:
     """MEGALITE_TEST_NATIVE: folder of libraries built for the test, in place of the installed ones."""
     if folder := os.environ.get("MEGALITE_TEST_NATIVE"):
-        import megalite.ops
+        import megalite.core.ops
 
-        megalite.ops.__path__.insert(0, folder)
+        megalite.core.ops.__path__.insert(0, folder)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn import functional as F
 
-from megalite.batch import Documents, Mask
-from megalite.ops import Ops, resolve
+from megalite.core.batch import Documents, Mask
+from megalite.core.ops import Ops, resolve
 
 
 @pytest.fixture(scope="module")

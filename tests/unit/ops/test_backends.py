@@ -10,11 +10,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.ops import Ops, grouped, resolve
-from megalite.ops.cross_entropy import combine_stats
-from megalite.ops.linear_cross_entropy import LinearCrossEntropy
-from megalite.sharding import Layout, ParamSpec, Shard
-from megalite.sharding.parameter import ShardedParameter
+from megalite.core.ops import Ops, grouped, resolve
+from megalite.core.ops.cross_entropy import combine_stats
+from megalite.core.ops.linear_cross_entropy import LinearCrossEntropy
+from megalite.core.sharding import Layout, ParamSpec, Shard
+from megalite.core.sharding.parameter import ShardedParameter
 from tests.ops_contract import check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

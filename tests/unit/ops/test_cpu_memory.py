@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from megalite.ops.cpu_memory import keep_freed_memory
+from megalite.core.ops.cpu_memory import keep_freed_memory
 
 _FAULTS = """
 import resource, sys, torch
-from megalite.ops.cpu_memory import keep_freed_memory
+from megalite.core.ops.cpu_memory import keep_freed_memory
 torch.set_num_threads(1)
 if sys.argv[1] == "keep":
     assert keep_freed_memory()

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalite.base import delta_slices
-from megalite.ops import delta_rule
-from megalite.ops.causal_conv import causal_conv
-from megalite.ops.delta_rule import gated_delta_rule, gated_delta_transition, recurrent
+from megalite.core.ops import delta_rule
+from megalite.core.ops.causal_conv import causal_conv
+from megalite.core.ops.delta_rule import gated_delta_rule, gated_delta_transition, recurrent
+from megalite.core.parts.mixers import delta_slices
 
 # Around the ends of chunks of 64 tokens, and less than one.
 LENGTHS = (1, 64, 65, 200)

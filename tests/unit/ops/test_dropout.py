@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.ops import Ops
-from megalite.ops.attend import attend, attend_backward, dropped, dropped_backward
-from megalite.ops.dropout import HeadDropout, SampleWords
+from megalite.core.ops import Ops
+from megalite.core.ops.attend import attend, attend_backward, dropped, dropped_backward
+from megalite.core.ops.dropout import HeadDropout, SampleWords
 from tests.unit.ops.test_stochastic_round import KEY, mix
 
 

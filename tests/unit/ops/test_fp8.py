@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.base.fp8_recipes import RECIPES
-from megalite.ops.fp8 import (
+from megalite.core.base.errors import UserError
+from megalite.core.parts.quant.fp8 import (
     FORMATS,
     Codes,
     _cuda_scale,
@@ -26,6 +25,7 @@ from megalite.ops.fp8 import (
     scaled_product,
     select,
 )
+from megalite.core.parts.quant.fp8_recipes import RECIPES
 
 CASES = [
     ((1, 128), "e4m3", True),
@@ -211,7 +211,7 @@ def test_error_of_a_product() -> None:
 TRITON = """
 import torch
 from tests.unit.ops.test_fp8 import CASES, FORMATS, SMALLEST, SPACING
-from megalite.ops.fp8 import fused_quantize, quantize
+from megalite.core.parts.quant.fp8 import fused_quantize, quantize
 
 generator = torch.Generator().manual_seed(1)
 for (block, name, power_of_2), dtype in ((c, d) for c in CASES for d in (torch.bfloat16, torch.float32)):
@@ -234,8 +234,8 @@ assert torch.equal(fused_quantize(x.abs().zero_(), (1, 32), FORMATS["e4m3"], Tru
 
 FUSED = """
 import torch
-from megalite.ops import resolve
-from megalite.ops.fp8 import fused_quantize, noted, select
+from megalite.core.ops import resolve
+from megalite.core.parts.quant.fp8 import fused_quantize, noted, select
 
 ops = resolve("triton", "cpu", torch.bfloat16)
 generator = torch.Generator().manual_seed(1)
@@ -268,7 +268,7 @@ for name, width in (("blockwise", 384), ("mxfp8", 96), ("blockwise", 1536), ("mx
 
 PRODUCT = """
 import torch
-from megalite.ops.fp8 import block_product, emulated_product, quantize
+from megalite.core.parts.quant.fp8 import block_product, emulated_product, quantize
 
 generator = torch.Generator().manual_seed(1)
 for rows, columns, inner in ((144, 272, 384), (5, 16, 256)):
@@ -334,7 +334,7 @@ def test_recipes_by_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, 
 
 def test_a_gpu_without_triton_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    for name in [name for name in sys.modules if name.startswith("megalite.ops.triton")]:
+    for name in [name for name in sys.modules if name.startswith("megalite.core.parts.kernels.triton")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(UserError, match="requires Triton, which is not installed"):

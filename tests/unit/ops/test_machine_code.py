@@ -49,7 +49,16 @@ def test_every_triton_kernel_passes_the_gate(aot: ModuleType, arch: int) -> None
 
 
 def test_every_triton_kernel_has_a_case(aot: ModuleType) -> None:
-    from megalite.ops.triton import activation, cross_entropy, flat, fp8, fp8_product, grouped, norm, rope
+    from megalite.core.parts.kernels.triton import (
+        activation,
+        cross_entropy,
+        flat,
+        fp8,
+        fp8_product,
+        grouped,
+        norm,
+        rope,
+    )
 
     modules = (activation, cross_entropy, flat, fp8, fp8_product, grouped, norm, rope)
     kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
@@ -161,8 +170,8 @@ def test_gate_catches_a_cuda_kernel_that_spills(aot: ModuleType, tmp_path: Path)
 
 
 def test_cuda_library_needs_no_torch_and_its_entry_points_fit(cuda_library: Path) -> None:
-    from megalite.ops import cuda
-    from megalite.ops.entry import load_entries
+    from megalite.core.parts.kernels import cuda
+    from megalite.core.parts.kernels.entry import load_entries
 
     assert set(load_entries(cuda_library, cuda._SIGNATURES)) == set(cuda._SIGNATURES)
     if shutil.which("readelf") is None or shutil.which("nm") is None:

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-import megalite.ops
-from megalite.ops import cpp, native, resolve
+import megalite.core.ops
+from megalite.core.ops import resolve
+from megalite.core.parts.kernels import cpp, native
 
 ROOT = Path(__file__).parents[3]
 CONTRACT = [str(Path(__file__).parent / name) for name in ("test_backends.py", "test_registered.py")]
@@ -79,7 +80,7 @@ def cpp_library(site: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def kernels(cpp_library: Path) -> ModuleType:
-    spec = PathFinder.find_spec("megalite.ops._cpu_kernels", [str(cpp_library.parent)])
+    spec = PathFinder.find_spec("megalite.core.ops._cpu_kernels", [str(cpp_library.parent)])
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -94,7 +95,7 @@ def test_cpp_keeps_the_contract(cpp_library: Path) -> None:
 
 _INSTALLED = """
 import os, re, sys, numpy, torch
-from megalite.ops import __main__, resolve
+from megalite.core.ops import __main__, resolve
 print(__main__.__file__)
 ops = resolve("auto", "cpu", torch.bfloat16)
 sys.argv = ["ops", "--device", "cpu"]
@@ -173,7 +174,7 @@ def test_library_built_from_other_sources_is_refused_with_the_reason(
     cpp_library: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A function that was added, or took other arguments, when the library was built."""
-    monkeypatch.setattr(megalite.ops, "__path__", [str(cpp_library.parent), *megalite.ops.__path__])
+    monkeypatch.setattr(megalite.core.ops, "__path__", [str(cpp_library.parent), *megalite.core.ops.__path__])
     monkeypatch.setattr(cpp, "NAMES", tuple(dict.fromkeys((*cpp.NAMES, name))))
     monkeypatch.setitem(native.KERNELS, name, ("(Tensor flat, Tensor offsets) -> Tensor", native.KERNELS[name][1]))
     # What is kept of the real library stays: it registers its kernels once per process.
@@ -253,8 +254,8 @@ def test_triton_keeps_the_contract_under_its_interpreter() -> None:
 
 _NOTHING_BUILT = """
 import torch, megalite
-from megalite.data.blend import BlendOrder, compiled
-from megalite.ops import resolve
+from megalite.runtime.data.blend import BlendOrder, compiled
+from megalite.core.ops import resolve
 print(megalite.__file__, compiled(), [BlendOrder([0.7, 0.3]).locate(i) for i in range(4)])
 ops = resolve("auto", "cpu", torch.float32)
 print({choice.backend for choice in ops.choices} <= {"torch", "onednn"}, ops.l2_norm(torch.ones(4)).item())

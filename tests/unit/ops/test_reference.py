@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from megalite.ops import Ops, resolve
+from megalite.core.ops import Ops, resolve
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from megalite.ops import Ops, cpp, cuda
-from megalite.sharding import Layout, ParamSpec, Shard
-from megalite.sharding.parameter import ShardedParameter
+from megalite.core.ops import Ops
+from megalite.core.parts.kernels import cpp, cuda
+from megalite.core.sharding import Layout, ParamSpec, Shard
+from megalite.core.sharding.parameter import ShardedParameter
 from tests.unit.ops.conftest import BACKEND
 
 
@@ -103,7 +104,7 @@ def test_launches_of_backward(ops: Ops, backend: str, device: str, monkeypatch: 
     """Nothing is filled, summed, cast, added or copied besides."""
     if "triton" not in backend:
         pytest.skip("kernels of the Triton backend")
-    from megalite.ops.triton import norm, rope
+    from megalite.core.parts.kernels.triton import norm, rope
 
     launches: list[str] = []
     for module in (norm, rope):

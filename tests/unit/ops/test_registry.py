@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.base.errors import UserError
-from megalite.ops import Ops, resolve
-from megalite.ops.choose import OPS, choose, parse_spec
-from megalite.ops.fused import triton_backend
-from megalite.ops.op import TORCH, Backend, Op
+from megalite.core.base.errors import UserError
+from megalite.core.ops import Ops, resolve
+from megalite.core.ops.choose import OPS, choose, parse_spec
+from megalite.core.ops.op import TORCH, Backend, Op
+from megalite.core.parts.kernels.fused import triton_backend
 from tests.ops_contract import check
 
 CPU = torch.device("cpu")
@@ -105,14 +105,14 @@ def test_every_function_of_ops_belongs_to_exactly_one_op() -> None:
 
 def test_every_op_states_its_contract_and_ends_with_a_backend_for_any_machine() -> None:
     for name, op in OPS.items():
-        module = sys.modules[f"megalite.ops.{name}"]
+        module = sys.modules[f"megalite.core.ops.{name}"]
         for function in op.functions:
             assert f"{function}(" in (module.__doc__ or ""), f"{name} has no contract for {function}"
         assert any(b.name == "torch" and b.why_not(CPU, torch.float32) is None for b in op.backends)
 
 
 def _listing(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "megalite.ops", *args], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "megalite.core.ops", *args], capture_output=True, text=True)
 
 
 def test_listing_shows_every_op_with_choice_and_reasons() -> None:

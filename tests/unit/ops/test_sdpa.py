@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.batch import Mask
-from megalite.ops.attention import attention
-from megalite.ops.sdpa import KERNELS, AttentionCase, select
+from megalite.core.base.errors import UserError
+from megalite.core.batch import Mask
+from megalite.core.ops.attention import attention
+from megalite.core.ops.sdpa import KERNELS, AttentionCase, select
 from tests.parity import jobs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

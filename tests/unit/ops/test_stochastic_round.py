@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megalite.ops import Ops
-from megalite.ops.stochastic_round import Place
+from megalite.core.ops import Ops
+from megalite.core.ops.stochastic_round import Place
 
 KEY = (-123456789, 987654321)
 

@@ -9,16 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite import ops as kernels
-from megalite.config.optim import OptimConfig
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.optim.bucket import Bucket
-from megalite.optim.make_buckets import make_buckets
-from megalite.optim.optimizer import DistributedOptimizer
-from megalite.optim.shares import GradKind, Sharding, bucket_layout, plan_buckets
-from megalite.sharding import Layout, ParamSpec, Shard
-from megalite.sharding.parameter import ShardedParameter
+from megalite.core import ops as kernels
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.optim.bucket import Bucket
+from megalite.core.optim.make_buckets import make_buckets
+from megalite.core.optim.optimizer import DistributedOptimizer
+from megalite.core.optim.shares import GradKind, Sharding, bucket_layout, plan_buckets
+from megalite.core.options.optim import OptimConfig
+from megalite.core.sharding import Layout, ParamSpec, Shard
+from megalite.core.sharding.parameter import ShardedParameter
 from tests.spmd.ranks import context_of
 from tests.workers import WorkerPool
 

@@ -9,20 +9,28 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.save import Checkpointer
-from megalite.config.optim import OptimConfig
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.mesh.seeding import philox
-from megalite.ops import resolve
-from megalite.optim import bucket
-from megalite.optim.compress import BucketParam, PowerSGD, TopK, dequantize, largest, orthonormalize, quantize
-from megalite.optim.make_buckets import make_buckets
-from megalite.optim.optimizer import DistributedOptimizer
-from megalite.optim.shares import INT8_BLOCK, Sharding
-from megalite.sharding import Layout, ParamSpec, Shard
-from megalite.sharding.parameter import ShardedParameter
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.seeding import philox
+from megalite.core.ops import resolve
+from megalite.core.optim import bucket
+from megalite.core.optim.make_buckets import make_buckets
+from megalite.core.optim.optimizer import DistributedOptimizer
+from megalite.core.optim.shares import INT8_BLOCK, Sharding
+from megalite.core.options.optim import OptimConfig
+from megalite.core.parts.memory.compress import (
+    BucketParam,
+    PowerSGD,
+    TopK,
+    dequantize,
+    largest,
+    orthonormalize,
+    quantize,
+)
+from megalite.core.sharding import Layout, ParamSpec, Shard
+from megalite.core.sharding.parameter import ShardedParameter
+from megalite.runtime.checkpoint.load import load_checkpoint
+from megalite.runtime.checkpoint.save import Checkpointer
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

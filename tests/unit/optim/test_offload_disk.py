@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.base.slices import Slice
-from megalite.checkpoint.fragments import SavedBox
-from megalite.checkpoint.snapshot import Snapshot
-from megalite.optim.offload_disk import DiskStates, ScratchFile
+from megalite.core.base.slices import Slice
+from megalite.core.parts.memory.offload_disk import DiskStates, ScratchFile
+from megalite.runtime.checkpoint.fragments import SavedBox
+from megalite.runtime.checkpoint.snapshot import Snapshot
 
 SHARES = [5000, 3, 9000, 1024]
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from megalite import ops as kernels
-from megalite.config.optim import OptimConfig
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.optim.make_buckets import make_buckets
-from megalite.optim.optimizer import DistributedOptimizer
-from megalite.optim.shares import Sharding
-from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
-from megalite.sharding.parameter import ShardedParameter
+from megalite.core import ops as kernels
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.optim.make_buckets import make_buckets
+from megalite.core.optim.optimizer import DistributedOptimizer
+from megalite.core.optim.shares import Sharding
+from megalite.core.options.optim import OptimConfig
+from megalite.core.sharding import Layout, ParamSpec, Shard, StateTensor
+from megalite.core.sharding.parameter import ShardedParameter
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

@@ -7,13 +7,13 @@ import shlex
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse
-from megalite.config.optim import OptimConfig
-from megalite.config.rates import rates_at
+from megalite.core.base.errors import UserError
+from megalite.core.optim.loss_scale import LossScaler, ScaleRule
+from megalite.core.options.optim import OptimConfig
+from megalite.core.options.rates import rates_at
+from megalite.core.parts.schedules.lr import LR_DECAYS, learning_rate, weight_decay
 from megalite.extras.compat.dialect import DIALECT
-from megalite.optim.loss_scale import LossScaler, ScaleRule
-from megalite.schedules.lr import LR_DECAYS, learning_rate, weight_decay
+from megalite.runtime.options.cli import parse
 
 
 def cfg(decay: str, **options: float) -> OptimConfig:

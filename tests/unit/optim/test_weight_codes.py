@@ -8,13 +8,13 @@ import random
 import pytest
 import torch
 
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.ops.fp8 import Codes, quantize, select
-from megalite.optim.bucket import Bucket
-from megalite.optim.shares import GradKind, Sharding
-from megalite.sharding import Layout, ParamSpec, Shard
-from megalite.sharding.parameter import ShardedParameter
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.optim.bucket import Bucket
+from megalite.core.optim.shares import GradKind, Sharding
+from megalite.core.parts.quant.fp8 import Codes, quantize, select
+from megalite.core.sharding import Layout, ParamSpec, Shard
+from megalite.core.sharding.parameter import ShardedParameter
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

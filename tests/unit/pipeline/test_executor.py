@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from megalite.batch import Documents, ForwardPass, Message, MicroBatch
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.pipeline.executor import Executor, _Run, forward_program
-from megalite.pipeline.p2p import Channel
-from megalite.pipeline.schedule import build_schedule
-from megalite.tensor_parallel.linear import WgradQueue
+from megalite.core.batch import Documents, ForwardPass, Message, MicroBatch
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.pipeline.executor import Executor, _Run, forward_program
+from megalite.core.pipeline.p2p import Channel
+from megalite.core.pipeline.schedule import build_schedule
+from megalite.core.tensor_parallel.linear import WgradQueue
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

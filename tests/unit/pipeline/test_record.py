@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
+from megalite.core.parts.schedules.simulate import Simulation, simulate
+from megalite.core.pipeline.schedule import Costs, build_schedule
 from megalite.extras.view.recording import measured_costs, measured_step, read_recording
 from megalite.extras.view.schedule import main
-from megalite.pipeline.schedule import Costs, build_schedule
-from megalite.pipeline.simulate import Simulation, simulate
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
@@ -122,8 +122,8 @@ def test_mistakes(tmp_path: Path, arguments: list[str], words: str) -> None:
 
 def train_recorded(rank: int, folder: str, steps: range) -> list[tuple[float, float]]:
     """Four steps at tp 2, pp 2, those of `steps` recorded."""
-    from megalite.pipeline.choose import schedule_of
-    from megalite.pipeline.record import Recorder
+    from megalite.core.parts.schedules.choose import schedule_of
+    from megalite.runtime.record.schedule_recorder import Recorder
 
     cfg = jobs.make_config(jobs.llama(), {"tp": 2, "pp": 2, "schedule": "zb-h1"})
     engine = jobs.start(rank, cfg, 4)

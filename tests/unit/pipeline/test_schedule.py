@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse
+from megalite.core.base.errors import UserError
+from megalite.core.parts.schedules.choose import USUAL_COSTS, Request, choose_schedule, name_of, simulate_all
+from megalite.core.parts.schedules.pipeline import SCHEDULES, PipelineSchedule, naive
+from megalite.core.parts.schedules.simulate import simulate
+from megalite.core.pipeline.schedule import Costs, Op, Placement, build_schedule
 from megalite.extras.view.schedule import order_sha
-from megalite.pipeline.choose import USUAL_COSTS, Request, choose_schedule, name_of, simulate_all
-from megalite.pipeline.schedule import Costs, Op, Placement, build_schedule
-from megalite.pipeline.simulate import simulate
-from megalite.schedules.pipeline import SCHEDULES, PipelineSchedule, naive
+from megalite.runtime.options.cli import parse
 
 ROWS = defaultdict(list)
 for _row in json.loads((Path(__file__).parents[2] / "data" / "schedule_expected.json").read_text())["rows"]:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.pipeline.schedule import Costs, Op, build_schedule, lower
-from megalite.pipeline.simulate import MODES, DeadlockError, simulate
-from megalite.pipeline.validate import InvalidScheduleError, validate
-from megalite.schedules.pipeline import SCHEDULES
+from megalite.core.parts.schedules.pipeline import SCHEDULES
+from megalite.core.parts.schedules.simulate import MODES, DeadlockError, simulate
+from megalite.core.parts.schedules.validate import InvalidScheduleError, validate
+from megalite.core.pipeline.schedule import Costs, Op, build_schedule, lower
 
 
 @st.composite

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.base.slices import Slice
-from megalite.config.model import ModelConfig
-from megalite.model.parameters import param_map
-from megalite.optim.shares import bucket_layout
-from megalite.sharding import ParamSpec, Shard, count_parameters
-from megalite.sharding import shard as module
-from megalite.sharding.parameter import ShardedParameter
+from megalite.core.base.slices import Slice
+from megalite.core.model.parameters import param_map
+from megalite.core.optim.shares import bucket_layout
+from megalite.core.options.model import ModelConfig
+from megalite.core.sharding import ParamSpec, Shard, count_parameters
+from megalite.core.sharding import shard as module
+from megalite.core.sharding.parameter import ShardedParameter
 from tests.shards import tp_shard
 
 SIZES: dict[str, Any] = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 90, "seq_len": 16}

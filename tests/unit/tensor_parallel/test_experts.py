@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megalite.base.fp8_recipes import RECIPES
-from megalite.batch import ForwardPass
-from megalite.config.model import ModelConfig
-from megalite.mesh.context import Axis
-from megalite.model.moe import MoELayer
-from megalite.model.routing import Router
-from megalite.ops import grouped
-from megalite.ops.fp8 import select
-from megalite.tensor_parallel import dispatch
-from megalite.tensor_parallel.dispatch import DISPATCHES
+from megalite.core.batch import ForwardPass
+from megalite.core.mesh.context import Axis
+from megalite.core.ops import grouped
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.ffn import dispatch
+from megalite.core.parts.ffn.dispatch import DISPATCHES
+from megalite.core.parts.ffn.moe import MoELayer
+from megalite.core.parts.ffn.routing import Router
+from megalite.core.parts.quant.fp8 import select
+from megalite.core.parts.quant.fp8_recipes import RECIPES
 from tests.parity.jobs import init_parameters
 from tests.unit.model.test_layers import layers_of
 from tests.unit.ops.test_fp8 import by_hand

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megalite import ops as kernels
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.sharding import ParamSpec
-from megalite.sharding.parameter import ShardedParameter
-from megalite.tensor_parallel.embedding import VocabParallelEmbedding
-from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
+from megalite.core import ops as kernels
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.sharding import ParamSpec
+from megalite.core.sharding.parameter import ShardedParameter
+from megalite.core.tensor_parallel.embedding import VocabParallelEmbedding
+from megalite.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
 from tests.shards import tp_shard
 from tests.workers import WorkerPool
 

@@ -7,13 +7,13 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalite import ops as kernels
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.sharding import Layout, ParamSpec, Shard
-from megalite.sharding.parameter import ShardedParameter
-from megalite.tensor_parallel.linear import ColumnParallelLinear, WgradQueue
-from megalite.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
+from megalite.core import ops as kernels
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.sharding import Layout, ParamSpec, Shard
+from megalite.core.sharding.parameter import ShardedParameter
+from megalite.core.tensor_parallel.linear import ColumnParallelLinear, WgradQueue
+from megalite.core.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.fp8_recipes import RECIPES, Recipe
-from megalite.config.run import Config
+from megalite.core.mesh import collectives
+from megalite.core.parts.quant import fp8
+from megalite.core.parts.quant.fp8_recipes import RECIPES, Recipe
+from megalite.core.sharding import ParamSpec, Shard
+from megalite.core.step import to_microbatches, to_rows
+from megalite.core.tensor_parallel import products
+from megalite.core.tensor_parallel.products import Fp8Products
 from megalite.extras.plan.memory.fp8 import code_bytes
-from megalite.mesh import collectives
-from megalite.ops import fp8
-from megalite.sharding import ParamSpec, Shard
-from megalite.tensor_parallel import products
-from megalite.tensor_parallel.products import Fp8Products
-from megalite.train.step import to_microbatches, to_rows
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.rows import always_run
 from tests.unit.ops.test_fp8 import by_hand
@@ -97,7 +97,7 @@ def put_together(ranks: list[Results], name: str, what: str, shape: tuple[int, .
 
 
 def spec_of(cfg: Config, name: str) -> ParamSpec:
-    from megalite.model.parameters import param_map
+    from megalite.core.model.parameters import param_map
 
     return param_map(cfg.model)[f"layers.0.{name}.weight"]
 

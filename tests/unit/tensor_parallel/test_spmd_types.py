@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.mesh import collectives
-from megalite.mesh.grid import Grid
-from megalite.tensor_parallel.embedding import _Lookup
-from megalite.train.engine import Engine
+from megalite.core.engine import Engine
+from megalite.core.mesh import collectives
+from megalite.core.mesh.grid import Grid
+from megalite.core.tensor_parallel.embedding import _Lookup
 from tests.parity import jobs
 from tests.parity.test_layouts import VARIANTS
 from tests.spmd.check import check

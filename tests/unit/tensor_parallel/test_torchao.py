@@ -21,9 +21,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalite.base import fp8_recipes
-from megalite.ops import fp8
-from megalite.sharding import ParamSpec, Shard
+from megalite.core.parts.quant import fp8, fp8_recipes
+from megalite.core.sharding import ParamSpec, Shard
 from tests.unit.tensor_parallel.test_products import LAYERS, config, operands, run_layers, shapes, spec_of
 
 float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed (.ci/peers.sh tests with it)")

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import megalite
-from megalite.base.child import children
-from megalite.base.log import RankFile
-from megalite.config import cli
+from megalite.core.base.log import RankFile
 from megalite.extras.view.metrics import read_metrics
+from megalite.runtime.base.child import children
+from megalite.runtime.options import cli
 from tests.ranks import ROOT
 from tests.workers import WorkerPool
 
@@ -65,7 +65,7 @@ def train(rank: int, run_dir: str, options: dict[str, Any]) -> Any:
                 break
         megalite.fit(run, [lambda run, step: figures.append((step["loss"], step["grad_norm"]))])
         busy = children(os.getpid())
-    files = [h for h in megalite.train.loop.logger.handlers if isinstance(h, RankFile)]
+    files = [h for h in megalite.runtime.loop.loop.logger.handlers if isinstance(h, RankFile)]
     assert set(before) < set(busy)
     assert children(os.getpid()) == before
     assert not files
@@ -180,7 +180,7 @@ def test_options_are_those_of_the_command_line() -> None:
 
 
 def test_a_step_takes_arrays_and_tensors(tmp_path: Path) -> None:
-    from megalite.train.step import eval_step
+    from megalite.core.step import eval_step
 
     with megalite.start(megalite.configure(**SIZES, mock_data=True, run_dir=tmp_path)) as run:
         ids = np.arange(36).reshape(4, 9) % 31

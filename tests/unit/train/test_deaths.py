@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.base.untrusted import read_json
-from megalite.train.watch import deaths
-from megalite.train.watch.deaths import GRACE_S, Deaths
+from megalite.runtime.base.untrusted import read_json
+from megalite.runtime.watch import deaths
+from megalite.runtime.watch.deaths import GRACE_S, Deaths
 
 
 def test_the_first_death_is_told_and_a_rank_gets_its_time(tmp_path: Path) -> None:

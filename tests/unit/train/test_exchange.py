@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.mesh.grid import Grid
-from megalite.train.exchange import Exchange, Sums, judge, replicas_together
+from megalite.core.mesh.grid import Grid
+from megalite.runtime.recover.exchange import Exchange, Sums, judge, replicas_together
 
 
 @pytest.mark.parametrize(

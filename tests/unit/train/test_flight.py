@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.train.watch import flight, watchdog
-from megalite.train.watch.flight import answering_thread, oldest_unfinished
-from megalite.train.watch.watchdog import ask
+from megalite.runtime.watch import flight, watchdog
+from megalite.runtime.watch.flight import answering_thread, oldest_unfinished
+from megalite.runtime.watch.watchdog import ask
 from tests.workers import WorkerPool
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.train.gpu_readings import GpuReadings
+from megalite.runtime.record.gpu_readings import GpuReadings
 
 
 def test_gpu_readings_stop_at_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.mesh.context import ParallelContext
-from megalite.train.recover import copies, offsite
-from megalite.train.recover.held import Held
-from megalite.train.recover.messages import EventLoop
-from megalite.train.recover.offsite import first_number, make_slots
+from megalite.core.mesh.context import ParallelContext
+from megalite.runtime.recover import copies, offsite
+from megalite.runtime.recover.held import Held
+from megalite.runtime.recover.messages import EventLoop
+from megalite.runtime.recover.offsite import first_number, make_slots
 
 ROOM = 1 << 16
 

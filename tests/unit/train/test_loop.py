@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.base.collector import PeriodicCollector
-from megalite.config import cli
+from megalite.core.mesh.context import ParallelContext
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.mesh.context import ParallelContext
-from megalite.train.loop import fit
-from megalite.train.start import open_run
+from megalite.runtime.base.collector import PeriodicCollector
+from megalite.runtime.loop.loop import fit
+from megalite.runtime.options import cli
+from megalite.runtime.start.start import open_run
 
 RUN = [
     *["--device", "cpu", "--num-layers", "1", "--hidden-size", "8", "--num-heads", "2", "--seq-len", "8"],

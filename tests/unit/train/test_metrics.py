@@ -25,11 +25,11 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
 from megalite.extras.view.metrics import read_metrics
-from megalite.train.metrics import MetricsLogger, duration, json_line
-from megalite.train.trackers import BackgroundTracker
+from megalite.runtime.record.metrics import MetricsLogger, duration, json_line
+from megalite.runtime.record.trackers import BackgroundTracker
 
 
 def make(run_dir: Path, **options: Any) -> MetricsLogger:
@@ -208,8 +208,8 @@ def test_a_terminal_gets_a_bar_that_lines_do_not_tear(tmp_path: Path) -> None:
     code = """
     import sys
     from pathlib import Path
-    from megalite.base.log import logger, setup_logging
-    from megalite.train.metrics import MetricsLogger
+    from megalite.core.base.log import logger, setup_logging
+    from megalite.runtime.record.metrics import MetricsLogger
     setup_logging(0)
     metrics = MetricsLogger(Path(sys.argv[1]), 0, 8, 2, False, None, {})
     for step in range(5, 9):
@@ -253,7 +253,7 @@ def test_a_terminal_gets_a_bar_that_lines_do_not_tear(tmp_path: Path) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing a tracker's library alone may take longer than a run waits for it at its end."""
-    monkeypatch.setattr("megalite.train.trackers.FINISH_S", 300.0)
+    monkeypatch.setattr("megalite.runtime.record.trackers.FINISH_S", 300.0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -296,8 +296,8 @@ class _Stuck:
 def test_a_tracker_that_hangs_delays_the_end_by_its_limit_only(
     monkeypatch: pytest.MonkeyPatch, console: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("megalite.train.trackers.FINISH_S", 0.05)
-    monkeypatch.setattr("megalite.train.trackers._QUEUE_LENGTH", 3)
+    monkeypatch.setattr("megalite.runtime.record.trackers.FINISH_S", 0.05)
+    monkeypatch.setattr("megalite.runtime.record.trackers._QUEUE_LENGTH", 3)
     tracker = BackgroundTracker("stuck", _Stuck)
     for step in range(10):
         tracker.log({"loss": 1.0}, step)
@@ -346,10 +346,10 @@ def test_the_end_of_a_run_waits_for_what_a_failing_tracker_has_to_say(console: p
 _WANDB_RUN = """
 import sys
 from pathlib import Path
-from megalite.base.log import setup_logging
-from megalite.train import trackers
+from megalite.core.base.log import setup_logging
+from megalite.runtime.record import trackers
 from megalite.extras.view.metrics import read_metrics
-from megalite.train.metrics import MetricsLogger
+from megalite.runtime.record.metrics import MetricsLogger
 setup_logging(0)
 trackers.WANDB_INIT_S, trackers.FINISH_S = 1.0, 300.0
 metrics = MetricsLogger(Path(sys.argv[1]), 0, 2, 1, False, "megalite-test", {"lr": 1.0})
@@ -438,7 +438,10 @@ def test_an_abandoned_attempt_is_not_mixed_in(tmp_path: Path) -> None:
 
 def test_memory_of_a_rank_is_its_own() -> None:
     # Linux lets ru_maxrss of a new process begin at that of the process that started it.
-    code = "import torch; from megalite.train.step_record import peak_memory; print(peak_memory(torch.device('cpu')))"
+    code = (
+        "import torch; from megalite.runtime.record.step_record import peak_memory; "
+        "print(peak_memory(torch.device('cpu')))"
+    )
     large = (
         "import subprocess, sys; ballast = bytearray(1 << 30); "
         f"print(subprocess.check_output([sys.executable, '-c', {code!r}], text=True))"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megalite.train.recover.messages import EventLoop
-from megalite.train.recover.offsite import Keeper, Sender, fetch, make_slots
+from megalite.runtime.recover.messages import EventLoop
+from megalite.runtime.recover.offsite import Keeper, Sender, fetch, make_slots
 
 ROOM, USED = 1 << 20, 700_000
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError, step_range
-from megalite.config.run import RunConfig
+from megalite.core.base.errors import UserError, step_range
 from megalite.extras.view.metrics import read_metrics
 from megalite.extras.view.phases import BACKWARD, FORWARD, PHASES
+from megalite.runtime.options.run import RunConfig
 from tests.ranks import run_ranks
 
 LAYERS, MICROBATCHES = 4, 4

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import megalite
-from megalite.base.errors import UserError
-from megalite.config.cli import parse
+from megalite.core.base.errors import UserError
 from megalite.extras.view.metrics import read_metrics
-from megalite.train.resume import _log_rates
+from megalite.runtime.options.cli import parse
+from megalite.runtime.start.resume import _log_rates
 
 OPTIONS: dict[str, Any] = {
     "num_layers": 1,

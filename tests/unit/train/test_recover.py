@@ -20,19 +20,19 @@ import torch
 import torch.distributed as dist
 
 from megalite.api import configure
-from megalite.base.child import readable
-from megalite.base.errors import UserError
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.train.recover import guard as guard_module
-from megalite.train.recover import processes, restore
-from megalite.train.recover.guard import Guard
-from megalite.train.recover.hub import Hub
-from megalite.train.recover.main import reserve
-from megalite.train.recover.member import spare_ranks, survives_hosts
-from megalite.train.recover.messages import EventLoop, Link, Packets
-from megalite.train.recover.peers import buddies
-from megalite.train.recover.restore import check_unchanged
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.runtime.base.child import readable
+from megalite.runtime.recover import guard as guard_module
+from megalite.runtime.recover import processes, restore
+from megalite.runtime.recover.guard import Guard
+from megalite.runtime.recover.hub import Hub
+from megalite.runtime.recover.main import reserve
+from megalite.runtime.recover.member import spare_ranks, survives_hosts
+from megalite.runtime.recover.messages import EventLoop, Link, Packets
+from megalite.runtime.recover.peers import buddies
+from megalite.runtime.recover.restore import check_unchanged
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.train.spike import ENOUGH, WINDOW, SpikeDetector
+from megalite.runtime.loop.spike import ENOUGH, WINDOW, SpikeDetector
 
 losses = st.lists(st.floats(0.01, 20), max_size=80)
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.mesh.collectives import PendingWork, waits
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.train.watch.straggler import INTERVAL, SLOW, StragglerReport, slow_ranks
+from megalite.core.mesh.collectives import PendingWork, waits
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.runtime.watch.straggler import INTERVAL, SLOW, StragglerReport, slow_ranks
 from tests.workers import WorkerPool
 
 
@@ -70,7 +70,7 @@ class Counted(list[float]):
 
 def own_times(rank: int) -> tuple[list[list[tuple[int, float, float]]], list[tuple[int, ...]]]:
     """Rank 2 sleeps before a collective that all wait in; both of tp and dp are 2."""
-    from megalite.mesh.collectives import all_reduce
+    from megalite.core.mesh.collectives import all_reduce
 
     ctx = ParallelContext.create(Grid.of(4, tp=2), torch.device("cpu"))
     report, told = StragglerReport(ctx), []

@@ -19,15 +19,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite.base.child import children, process_state, shared_memory, usage, waits_for_disk
-from megalite.base.untrusted import read_json
-from megalite.mesh.context import ParallelContext
-from megalite.schedules.pipeline import Op
-from megalite.train.watch import watchdog
-from megalite.train.watch.hang_report import STARVED, STOPPED, WAITING, HangReport, culprit_of
-from megalite.train.watch.heartbeat import Heartbeat
-from megalite.train.watch.stacks import is_complete, is_waiting, main_thread
-from megalite.train.watch.watchdog import IDLE, LAYOUT, STACKS_SIGNAL, Beat, Watchdog, works
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.parts.schedules.pipeline import Op
+from megalite.runtime.base.child import children, process_state, shared_memory, usage, waits_for_disk
+from megalite.runtime.base.untrusted import read_json
+from megalite.runtime.watch import watchdog
+from megalite.runtime.watch.hang_report import STARVED, STOPPED, WAITING, HangReport, culprit_of
+from megalite.runtime.watch.heartbeat import Heartbeat
+from megalite.runtime.watch.stacks import is_complete, is_waiting, main_thread
+from megalite.runtime.watch.watchdog import IDLE, LAYOUT, STACKS_SIGNAL, Beat, Watchdog, works
 from tests.ranks import ROOT
 
 
@@ -61,9 +61,9 @@ def test_a_dump_is_whole_when_the_main_thread_is_there_to_its_end() -> None:
 def test_waiting_is_in_a_collective() -> None:
     text = stacks_of_a_script("wait()\n")
     assert not is_waiting(text)
-    assert is_waiting(text.replace('"<string>", line 4', '"/a/megalite/mesh/collectives.py", line 50'))
+    assert is_waiting(text.replace('"<string>", line 4', '"/a/megalite/core/mesh/collectives.py", line 50'))
     assert is_waiting(text.replace('"<string>", line 4', '"/x/torch/distributed/distributed_c10d.py", line 50'))
-    assert not is_waiting(text.replace('"<string>", line 5', '"/a/megalite/mesh/collectives.py", line 50'))
+    assert not is_waiting(text.replace('"<string>", line 5', '"/a/megalite/core/mesh/collectives.py", line 50'))
 
 
 def test_a_gpus_host_waits_wherever_it_launches() -> None:
@@ -74,12 +74,12 @@ def test_a_gpus_host_waits_wherever_it_launches() -> None:
         inner = "\n".join(f'  File "/a/{path}", line 9 in f' for path in paths)
         return text.replace('  File "<string>", line 4 in wait', inner)
 
-    step = ("megalite/pipeline/executor.py", "megalite/train/step.py", "megalite/train/loop.py")
-    for launching in ("megalite/tensor_parallel/linear.py", "torch/autograd/graph.py", "triton/runtime/jit.py"):
+    step = ("megalite/core/pipeline/executor.py", "megalite/core/step.py", "megalite/runtime/loop/loop.py")
+    for launching in ("megalite/core/tensor_parallel/linear.py", "torch/autograd/graph.py", "triton/runtime/jit.py"):
         assert is_waiting(stacks(launching, *step), cuda=True)
         assert not is_waiting(stacks(launching, *step))
     assert not is_waiting(stacks("subprocess.py", "triton/compiler/compiler.py", *step), cuda=True)
-    assert not is_waiting(stacks("megalite/train/build.py"), cuda=True)
+    assert not is_waiting(stacks("megalite/core/build.py"), cuda=True)
 
 
 def report(rank: int, state: str, step: int = 5, silent: float = 30.0) -> HangReport:
@@ -232,7 +232,9 @@ def test_a_busy_wait_for_the_gpu_is_no_work(
     ticks, clock, dumps = itertools.count(0, 10**6), itertools.count(), []
     monkeypatch.setattr(dog, "effort", lambda _: (next(ticks), 0))
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=clock.__next__))
-    waiting = stacks_of_a_script("wait()\n").replace('"<string>", line 4', '"/a/megalite/mesh/collectives.py", line 50')
+    waiting = stacks_of_a_script("wait()\n").replace(
+        '"<string>", line 4', '"/a/megalite/core/mesh/collectives.py", line 50'
+    )
     monkeypatch.setattr(dog, "dump", lambda: dumps.append(1) or waiting)
     seen = []
 
@@ -330,7 +332,7 @@ IN_STATE_D = (
     "import os, sys\n"
     "os.posix_spawn('/bin/true', ['true'], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 9, sys.argv[1], os.O_RDONLY, 0)])"
 )
-FLUSHES = "import time\nfrom megalite.base.child import *\nwith shown_as(FLUSHING):\n    time.sleep(60)"
+FLUSHES = "import time\nfrom megalite.runtime.base.child import *\nwith shown_as(FLUSHING):\n    time.sleep(60)"
 
 
 @pytest.mark.parametrize("code", [IN_STATE_D, FLUSHES])

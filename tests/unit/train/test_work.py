@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megalite.config import cli
-from megalite.mesh.context import ParallelContext
-from megalite.model import parameters
-from megalite.train.loop import fit
-from megalite.train.start import open_run
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.model import parameters
+from megalite.runtime.loop.loop import fit
+from megalite.runtime.options import cli
+from megalite.runtime.start.start import open_run
 
 RUN = [
     *["--device", "cpu", "--mock-data", "--num-layers", "2", "--hidden-size", "16", "--num-heads", "2"],

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside, read_exactly
 from megalite.extras.convert.megatron.unpickle import Record, Storage, unpickle
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, open_inside, read_exactly
 
 # Pickles hold no tensors; real ones stay far below.
 _MAX_PICKLE = 1 << 30

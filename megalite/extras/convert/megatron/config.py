@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.checkpoint.safetensors_io import BadCheckpoint
-from megalite.config.model import ModelConfig
-from megalite.config.rope import RopeScaling
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.rope import RopeScaling
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 
 # Arguments that change the model and for which megalite has no option -> the only value that it supports.
 _REQUIRED: dict[str, Any] = {

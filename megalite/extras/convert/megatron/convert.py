@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from megalite.base.dtypes import torch_name
-from megalite.base.errors import UserError
-from megalite.base.log import logger
-from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside
-from megalite.config.model import ModelConfig
+from megalite.core.base.dtypes import torch_name
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
+from megalite.core.model.parameters import param_map
+from megalite.core.options.model import ModelConfig
+from megalite.core.sharding import ParamSpec
 from megalite.extras.convert.megatron.archive import TensorRef
 from megalite.extras.convert.megatron.config import arguments, model_of
 from megalite.extras.convert.megatron.legacy import LegacySource
 from megalite.extras.convert.megatron.names import place, unpack
 from megalite.extras.convert.megatron.torch_dist import TorchDistSource
 from megalite.extras.convert.stream import SHARD_BYTES, ImportedTensor, write_checkpoint
-from megalite.model.parameters import param_map
-from megalite.sharding import ParamSpec
+from megalite.runtime.checkpoint.manifest import Manifest
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, open_inside
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

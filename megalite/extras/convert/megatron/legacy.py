@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.extras.convert.megatron.archive import FileRange, TensorRef, load_archive
 from megalite.extras.convert.megatron.config import arguments
 from megalite.extras.convert.megatron.names import current_name, global_name, join, joined_shape, layer_of
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 
 _FOLDER = re.compile(r"mp_rank_(\d\d+)(?:_(\d\d\d))?")
 _FILE, _OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"

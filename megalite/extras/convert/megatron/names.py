@@ -11,8 +11,8 @@ import re
 
 import torch
 
-from megalite.config.model import ModelConfig
-from megalite.sharding import ParamSpec
+from megalite.core.options.model import ModelConfig
+from megalite.core.sharding import ParamSpec
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megalite.base.slices import Slice, box_index
-from megalite.checkpoint.safetensors_io import BadCheckpoint
+from megalite.core.base.slices import Slice, box_index
 from megalite.extras.convert.megatron.archive import FileRange, TensorRef, load_archive
 from megalite.extras.convert.megatron.names import current_name, layer_of
 from megalite.extras.convert.megatron.unpickle import unpickle
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 
 # State of the optimizer, by the prefix of a tensor's name.
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.*)")

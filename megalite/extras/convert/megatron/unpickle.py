@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from megalite.checkpoint.safetensors_io import BadCheckpoint
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 
 _STORAGES = {
     "DoubleStorage": torch.float64,

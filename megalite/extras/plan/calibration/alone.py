@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalite import ops as kernels
-from megalite.base.dtypes import DTYPES
-from megalite.base.hardware import Device
-from megalite.base.log import logger
-from megalite.batch import Mask
-from megalite.config.run import Config
+from megalite.core import ops as kernels
+from megalite.core.base.dtypes import DTYPES
+from megalite.core.base.hardware import Device
+from megalite.core.base.log import logger
+from megalite.core.batch import Mask
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import Axis
 from megalite.extras.plan.calibration.machine import Machine, least_squares
 from megalite.extras.plan.cluster import Constants
 from megalite.extras.plan.memory.stages import vocab_rows
 from megalite.extras.plan.time.rates import Rates
-from megalite.mesh import collectives
-from megalite.mesh.context import Axis
+from megalite.runtime.options.run import Config
 
 SAMPLES = (1, 4)
 UNKNOWN = 1e30

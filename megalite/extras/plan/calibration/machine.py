@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megalite.base.errors import require
-from megalite.mesh import collectives
-from megalite.mesh.context import Axis
+from megalite.core.base.errors import require
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import Axis
 
 _LAST_S = 0.4
 """Seconds that each measurement is repeated for."""

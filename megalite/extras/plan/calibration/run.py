@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 import megalite
-from megalite.base.hardware import Device
-from megalite.base.log import logger, setup_logging
-from megalite.config import cli
-from megalite.config.run import Config
+from megalite.core.base.hardware import Device
+from megalite.core.base.log import logger, setup_logging
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.device import pick_device
+from megalite.core.mesh.grid import Grid
+from megalite.core.mesh.rendezvous import init_process_group, local_world_size, shutdown, under_torchrun, world_size
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.launch.local import LocalRanks, Place
 from megalite.extras.plan.calibration.alone import UNKNOWN, attention_rate, fit_links, fit_products, host_rates
@@ -33,10 +35,8 @@ from megalite.extras.plan.calibration.steps import fit_block, fit_collectives, m
 from megalite.extras.plan.cluster import FITTED, Constants, write_calibration
 from megalite.extras.plan.device import read_device
 from megalite.extras.tool import ToolParser
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.device import pick_device
-from megalite.mesh.grid import Grid
-from megalite.mesh.rendezvous import init_process_group, local_world_size, shutdown, under_torchrun, world_size
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 
 _DEFAULTS = {
     "cpu": "--num-layers 4 --hidden-size 256 --num-heads 4 --seq-len 256 --vocab-size 2048",

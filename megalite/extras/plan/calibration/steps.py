@@ -14,20 +14,20 @@ from functools import partial
 
 import numpy as np
 
-from megalite.base.hardware import Device
-from megalite.base.log import logger
-from megalite.config.options import with_options
-from megalite.config.run import Config
+from megalite.core.base.hardware import Device
+from megalite.core.base.log import logger
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.step import train_step
 from megalite.extras.plan.calibration.alone import SAMPLES, UNKNOWN
 from megalite.extras.plan.calibration.machine import Machine, at_least, least_squares, require_consistent
 from megalite.extras.plan.cluster import Cluster, Constants
 from megalite.extras.plan.memory.stages import vocab_rows
 from megalite.extras.plan.time.block import Block, Workload, block_time, engine_of, head_time
 from megalite.extras.plan.time.step import step_time
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.train.build import build_engine
-from megalite.train.step import train_step
+from megalite.runtime.options.fields import with_options
+from megalite.runtime.options.run import Config
 
 # Sizes of the runs that measure collectives: as large as a step of a few seconds allows, so that noise cancels.
 _LAYERS, _MICROBATCHES = 2, (2, 10)

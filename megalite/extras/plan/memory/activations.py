@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megalite.config.context_parallel import choose_comm, head_ranks
-from megalite.config.run import Config
-from megalite.families.parts import BlockKind
-from megalite.model.ffn import FEED_FORWARDS
-from megalite.model.mixers import MIXERS
-from megalite.model.saved import SavedTensor, element_size, inside, residual_bytes, residual_rows, tokens
+from megalite.core.model.saved import SavedTensor, element_size, inside, residual_bytes, residual_rows, tokens
+from megalite.core.options.context_parallel import choose_comm, head_ranks
+from megalite.core.parts.families.parts import BlockKind
+from megalite.core.parts.ffn import FEED_FORWARDS
+from megalite.core.parts.mixers import MIXERS
+from megalite.runtime.options.run import Config
 
 
 def block_activations(cfg: Config, kind: BlockKind, recompute: str | None = None) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megalite.pipeline.schedule import Op, compute_orders, placement_of
-from megalite.schedules.pipeline import SCHEDULES, PipelineSchedule
+from megalite.core.parts.schedules.pipeline import SCHEDULES, PipelineSchedule
+from megalite.core.pipeline.schedule import Op, compute_orders, placement_of
 
 Counts = tuple[int, ...]
 """Micro-batches by chunk of the rank."""

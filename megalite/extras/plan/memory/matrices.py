@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.parameters import param_map
+from megalite.core.optim.shares import group_among, matrix_work, spread
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.update import RULES
+from megalite.core.parts.update.rule import MatrixRule
+from megalite.core.sharding.shard import matrices_in
 from megalite.extras.plan.memory.units import names_of, unit_of
-from megalite.mesh.grid import Grid
-from megalite.model.parameters import param_map
-from megalite.optim.shares import group_among, matrix_work, spread
-from megalite.sharding.shard import matrices_in
-from megalite.update_rules import RULES
-from megalite.update_rules.rule import MatrixRule
+from megalite.runtime.options.run import Config
 
 Part = list[tuple[int, ...]]
 """Shapes of the matrices that are gathered and transformed together: one, or those whose rows take turns."""

@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add, mul
 
-from megalite.config.run import Config
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.partition import blocks_by_kind
+from megalite.core.model.saved import element_size, residual_bytes, tokens
+from megalite.core.parts.families.parts import BlockKind
+from megalite.core.parts.ffn import FEED_FORWARDS
+from megalite.core.parts.ffn.routed import rows_combined
+from megalite.core.parts.memory.offload_memory import offloaded_bytes, sent_blocks
+from megalite.core.parts.schedules.choose import name_of
+from megalite.core.parts.schedules.steady import extend, sample_sizes
+from megalite.core.pipeline.schedule import MAX_SENDS, placement_of
 from megalite.extras.plan.memory.activations import (
     block_activations,
     deferred_bytes,
@@ -27,16 +36,7 @@ from megalite.extras.plan.memory.matrices import placed_matrices, update_bytes
 from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, split, vocab_rows
 from megalite.extras.plan.memory.states import group_of, states_of, widened_bytes
 from megalite.extras.plan.memory.units import sides_of, units_of
-from megalite.families.parts import BlockKind
-from megalite.mesh.grid import Grid
-from megalite.model.ffn import FEED_FORWARDS
-from megalite.model.ffn.routed import rows_combined
-from megalite.model.partition import blocks_by_kind
-from megalite.model.saved import element_size, residual_bytes, tokens
-from megalite.pipeline.choose import name_of
-from megalite.pipeline.schedule import MAX_SENDS, placement_of
-from megalite.pipeline.steady import extend, sample_sizes
-from megalite.train.offload_memory import offloaded_bytes, sent_blocks
+from megalite.runtime.options.run import Config
 
 # Bytes per logit of temporary fp32 copies in the torch reference of the loss; kernels work in place.
 _LOSS_WORK = 8
@@ -270,7 +270,7 @@ def _torch_loss(spec: str) -> bool:
     """Whether the loss is torch's. On a GPU `auto` is Triton; on a CPU the reference works in small pieces."""
     if spec == "auto":
         return False
-    from megalite.ops.choose import parse_spec  # with torch, which a search does without
+    from megalite.core.ops.choose import parse_spec  # with torch, which a search does without
 
     return parse_spec(spec)["cross_entropy"] == "torch"
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.parameters import param_map
+from megalite.core.model.partition import blocks_by_kind, layer_split, stage_layers
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families.parts import BlockKind
+from megalite.core.pipeline.schedule import Placement
+from megalite.core.sharding import Layout, Shard
 from megalite.extras.plan.memory.units import units_of
-from megalite.families.parts import BlockKind
-from megalite.mesh.grid import Grid
-from megalite.model.parameters import param_map
-from megalite.model.partition import blocks_by_kind, layer_split, stage_layers
-from megalite.pipeline.schedule import Placement
-from megalite.sharding import Layout, Shard
+from megalite.runtime.options.run import Config
 
 
 def vocab_rows(cfg: Config) -> int:

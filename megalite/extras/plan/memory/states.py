@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
 
-from megalite.base.hardware import pinned_bytes
-from megalite.config.run import Config
+from megalite.core.base.hardware import pinned_bytes
+from megalite.core.optim.shares import INT8_BLOCK, group_among, plan_buckets, staging_bytes
 from megalite.extras.plan.memory.units import Sides, UnitSizes
-from megalite.optim.shares import INT8_BLOCK, group_among, plan_buckets, staging_bytes
-from megalite.train.recover.offsite import NUM_SLOTS
+from megalite.runtime.options.run import Config
+from megalite.runtime.recover.offsite import NUM_SLOTS
 
 _WIDTH = {"fp32": 4, "bf16": 2}
 
@@ -152,7 +152,7 @@ def widened_bytes(cfg: Config, stages: Sequence[Sequence[UnitSizes]], dp: int, o
 
 
 def _ranks_of_host() -> int:
-    from megalite.mesh.rendezvous import local_world_size  # with torch, which a search does without
+    from megalite.core.mesh.rendezvous import local_world_size  # with torch, which a search does without
 
     return local_world_size()
 

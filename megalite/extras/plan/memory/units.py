@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megalite.base.fp8_recipes import RECIPES
-from megalite.config.fp8 import fp8_layers
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
-from megalite.mesh.grid import Grid
-from megalite.model.parameters import param_map
-from megalite.model.specs import layout_holding
-from megalite.sharding import Layout, ParamSpec, Shard
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.parameters import param_map
+from megalite.core.model.specs import layout_holding
+from megalite.core.options.fp8 import fp8_layers
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.quant.fp8_recipes import RECIPES
+from megalite.core.sharding import Layout, ParamSpec, Shard
+from megalite.runtime.options.run import Config
 
 UnitSizes = tuple[int, ...]
 """Number of elements on one rank of each kind of parameter, of an embedding, block, norm or output layer."""

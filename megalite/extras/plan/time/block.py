@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import add
 
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.core.model.partition import block_work
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families.parts import BlockKind
+from megalite.core.parts.ffn import FEED_FORWARDS
+from megalite.core.parts.mixers import MIXERS
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.time.context import Context, waiting
 from megalite.extras.plan.time.rates import Rates
-from megalite.families.parts import BlockKind
-from megalite.model.ffn import FEED_FORWARDS
-from megalite.model.mixers import MIXERS
-from megalite.model.partition import block_work
+from megalite.runtime.options.run import Config
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megalite.config.context_parallel import choose_comm, head_ranks
-from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.core.model.partition import block_work
+from megalite.core.options.context_parallel import choose_comm, head_ranks
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families.parts import BlockKind
+from megalite.core.parts.mixers import MIXERS
 from megalite.extras.plan.time.rates import Rates
-from megalite.families.parts import BlockKind
-from megalite.model.mixers import MIXERS
-from megalite.model.partition import block_work
+from megalite.runtime.options.run import Config
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ pace (`model.ffn.routed.imbalance`).
 
 from __future__ import annotations
 
-from megalite.config.expert_parallel import choose_dispatch
-from megalite.config.run import Config
+from megalite.core.options.expert_parallel import choose_dispatch
+from megalite.core.parts.ffn.routed import experts_tp, rows_received, rows_sent
 from megalite.extras.plan.time.block import Block, Workload
-from megalite.model.ffn.routed import experts_tp, rows_received, rows_sent
+from megalite.runtime.options.run import Config
 
 
 def experts_time(cfg: Config, load: Workload) -> Block:

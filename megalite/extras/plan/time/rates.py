@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megalite.base.errors import require
-from megalite.base.hardware import Device
-from megalite.config.fp8 import fp8_layers
-from megalite.config.run import Config
+from megalite.core.base.errors import require
+from megalite.core.base.hardware import Device
+from megalite.core.options.fp8 import fp8_layers
 from megalite.extras.plan.cluster import Cluster, Constants
+from megalite.runtime.options.run import Config
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megalite.config.run import Config
+from megalite.core.mesh.grid import Grid
+from megalite.core.optim.shares import group_among
+from megalite.core.pipeline.schedule import Placement
 from megalite.extras.plan.memory.fp8 import coded_units
 from megalite.extras.plan.memory.stages import parameters_on_rank, vocab_rows
 from megalite.extras.plan.time.block import Workload
 from megalite.extras.plan.time.rates import Rates
-from megalite.mesh.grid import Grid
-from megalite.optim.shares import group_among
-from megalite.pipeline.schedule import Placement
+from megalite.runtime.options.run import Config
 
 
 class Replicas(NamedTuple):

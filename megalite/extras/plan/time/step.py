@@ -17,7 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megalite.config.run import Config
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.flops import flops_per_token
+from megalite.core.model.partition import blocks_by_kind
+from megalite.core.parts.families.parts import BlockKind
+from megalite.core.parts.schedules.choose import USUAL_COSTS, name_of
+from megalite.core.pipeline.schedule import placement_of
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.matrices import Placed, placed_matrices, transform_flops
 from megalite.extras.plan.memory.stages import count_kinds, split, vocab_rows
@@ -25,12 +30,7 @@ from megalite.extras.plan.time.block import Block, Engine, Workload, block_time,
 from megalite.extras.plan.time.experts import experts_time
 from megalite.extras.plan.time.rates import Rates
 from megalite.extras.plan.time.replicas import Replicas, over_dp, replicas_of
-from megalite.families.parts import BlockKind
-from megalite.mesh.grid import Grid
-from megalite.model.flops import flops_per_token
-from megalite.model.partition import blocks_by_kind
-from megalite.pipeline.choose import USUAL_COSTS, name_of
-from megalite.pipeline.schedule import placement_of
+from megalite.runtime.options.run import Config
 
 
 @dataclass(frozen=True)

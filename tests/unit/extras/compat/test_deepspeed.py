@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 import pretrain_gpt
-from megalite.base.errors import UserError
-from megalite.config import cli
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.parts.schedules.lr import learning_rate
 from megalite.extras.compat.dialect import DIALECT
-from megalite.schedules.lr import learning_rate
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 
 parse = partial(cli.parse, dialect=DIALECT)
 FP16 = {

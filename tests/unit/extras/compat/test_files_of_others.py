@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.config import cli
-from megalite.config.run import Config
 from megalite.extras.compat.dialect import DIALECT
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 
 TREE = yaml.safe_load((Path(__file__).parents[3] / "data" / "files_of_others.yaml").read_text(encoding="utf-8"))
 ROWS = [(tool, row) for tool in ("deepspeed", "accelerate") for row in TREE[tool]]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.dialect import PLAIN, Dialect
-from megalite.config.options import GROUP_OF, TYPES, StartOptions
+from megalite.core.parts.families import PRESETS
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import COMMON, COMPATIBILITY, METAVARS, help_text, show_help_if_asked
-from megalite.families import PRESETS
+from megalite.runtime.options.dialect import PLAIN, Dialect
+from megalite.runtime.options.fields import GROUP_OF, TYPES, StartOptions
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config import cli
-from megalite.config.options import GROUP_OF, TYPES
-from megalite.config.rates import describe_warmup, rates_at
-from megalite.config.rope import RopeScaling
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.options.rates import describe_warmup, rates_at
+from megalite.core.options.rope import RopeScaling
+from megalite.core.parts.schedules.lr import LR_DECAYS
 from megalite.extras.compat import megatron as aliases
 from megalite.extras.compat import refusals
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.table import Refusal, all_patterns
-from megalite.schedules.lr import LR_DECAYS
+from megalite.runtime.options import cli
+from megalite.runtime.options.fields import GROUP_OF, TYPES
+from megalite.runtime.options.run import Config
 
 parse = partial(cli.parse, dialect=DIALECT)
 DOCS = Path(__file__).parents[4] / "docs" / "megatron.md"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config import cli
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.parts.schedules.lr import learning_rate
 from megalite.extras.compat.dialect import DIALECT
-from megalite.schedules.lr import learning_rate
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (.ci/peers.sh tests with it)")
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.base.log import logger
-from megalite.checkpoint.load import model_config
-from megalite.checkpoint.manifest import read_manifest
-from megalite.config.model import ModelConfig
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
+from megalite.core.model.parameters import param_map
+from megalite.core.options.model import ModelConfig
 from megalite.extras.convert.megatron.convert import import_megatron
 from megalite.extras.inference.load import load_model
-from megalite.model.parameters import param_map
+from megalite.runtime.checkpoint.load import model_config
+from megalite.runtime.checkpoint.manifest import read_manifest
 from tests.parity.test_resume import train
 from tests.unit.checkpoint.jobs import whole_tensors
 

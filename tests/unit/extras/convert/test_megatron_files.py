@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.convert.megatron.archive import FileRange, TensorRef, load_archive
 from megalite.extras.convert.megatron.config import model_of
 from megalite.extras.convert.megatron.convert import import_megatron

@@ -12,11 +12,11 @@ import pytest
 import sentencepiece
 from tiktoken._educational import bpe_train
 
-from megalite.base.errors import UserError
-from megalite.config.model import ModelConfig
-from megalite.data import check_tokenizer_matches, load_tokenizer
+from megalite.core.base.errors import UserError
+from megalite.core.options.model import ModelConfig
 from megalite.extras.convert.tokenizer import SAMPLE, export_tokenizer
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
+from megalite.runtime.data import check_tokenizer_matches, load_tokenizer
 
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TEXT = Path(json.__file__).read_text() + Path(io.__file__).read_text() + Path(base64.__file__).read_text()
@@ -138,7 +138,7 @@ def test_a_normalizing_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_ids_are_refused(sources: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalite.data.tokenizer import SentencePieceTokenizer
+    from megalite.runtime.data.tokenizer import SentencePieceTokenizer
 
     encode = SentencePieceTokenizer.encode
     monkeypatch.setattr(SentencePieceTokenizer, "encode", lambda self, text: encode(self, text)[:-1] + [5])

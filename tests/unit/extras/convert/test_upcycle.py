@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.convert import command
 from megalite.extras.convert.hf import export_hf
 from tests.unit.checkpoint.hf_models import logits_of, make_model, tokens

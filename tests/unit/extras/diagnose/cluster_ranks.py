@@ -101,8 +101,8 @@ def check_in_pool(rank: int, folder: str, flip: str, flags: Sequence[str] = ()) 
     import torch
     import torch.distributed as dist
 
+    from megalite.core.mesh.grid import Grid
     from megalite.extras.diagnose import cluster, command
-    from megalite.mesh.grid import Grid
 
     class NoWatch:
         def stage(self, name: str, grace: float = 0.0) -> contextlib.AbstractContextManager[None]:

@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.config.cli import parse
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
+from megalite.core.model import parameters
+from megalite.core.parts.schedules import choose
+from megalite.core.pipeline import schedule
 from megalite.extras.diagnose.memory import (
     MemoryContext,
     is_out_of_memory,
@@ -28,9 +31,7 @@ from megalite.extras.diagnose.memory import (
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.time.step import step_time
-from megalite.mesh.grid import Grid
-from megalite.model import parameters
-from megalite.pipeline import choose, schedule
+from megalite.runtime.options.cli import parse
 from tests.ranks import ROOT
 
 BIG = ["--preset", "llama-3-8b", "--global-batch-size", "64", "--mock-data", "--device", "cuda"]
@@ -184,7 +185,7 @@ def test_the_hosts_memory_is_a_limit() -> None:
 
 LIMITED = """
 import resource, runpy, sys
-import megalite.train.loop
+import megalite.runtime.loop.loop
 from pathlib import Path
 data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (data + 250 * 2**20, data + 250 * 2**20))

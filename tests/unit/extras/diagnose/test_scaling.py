@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.diagnose.scaling import efficiencies, main
 from tests.ranks import ROOT
 

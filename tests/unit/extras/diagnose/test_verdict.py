@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.core.mesh.grid import Grid
 from megalite.extras.diagnose.cluster import groups_by_rank
 from megalite.extras.diagnose.measure import AxisReading, HostFacts, LinkReading, burn
 from megalite.extras.diagnose.verdict import Problem, RankReport, find_problems, groups_of
 from megalite.extras.launch.probe import adapters, network_speed
-from megalite.mesh.grid import Grid
 
 
 def cluster(world: int, per_host: int, tp: int = 8) -> list[RankReport]:

@@ -18,10 +18,10 @@ install_guard()
 
 import torch  # noqa: E402
 
-from megalite.config import cli  # noqa: E402
+from megalite.core.mesh.grid import Grid  # noqa: E402
 from megalite.extras.estimate import rank  # noqa: E402
 from megalite.extras.estimate.tracker import Tracker, arguments  # noqa: E402
-from megalite.mesh.grid import Grid  # noqa: E402
+from megalite.runtime.options import cli  # noqa: E402
 
 # What `torch.use_deterministic_algorithms` lists as raising on a GPU, whatever the arguments; others by theirs, below.
 _UNDETERMINED = """

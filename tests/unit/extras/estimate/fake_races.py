@@ -14,15 +14,15 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from megalite.core.engine import Engine
+from megalite.core.mesh import collectives
+from megalite.core.mesh.grid import Grid
+from megalite.core.optim.bucket import Bucket
+from megalite.core.optim.gather_chain import GatherChain
+from megalite.core.pipeline.observe import Observer
+from megalite.core.pipeline.schedule import Op
+from megalite.core.step import train_step
 from megalite.extras.estimate import races
-from megalite.mesh import collectives
-from megalite.mesh.grid import Grid
-from megalite.optim.bucket import Bucket
-from megalite.optim.gather_chain import GatherChain
-from megalite.pipeline.observe import Observer
-from megalite.pipeline.schedule import Op
-from megalite.train.engine import Engine
-from megalite.train.step import train_step
 from tests.parity import jobs
 from tests.unit.extras.estimate.test_all_ranks import ALL, CUT, EXPERTS, WHOLE_3
 

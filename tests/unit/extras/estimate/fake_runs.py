@@ -11,7 +11,7 @@ import io
 import json
 import sys
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.estimate import command
 
 
@@ -27,7 +27,7 @@ def main() -> None:
             print(json.dumps(f"error: {e}"))
     import torch
 
-    from megalite.train.step_record import peak_memory
+    from megalite.runtime.record.step_record import peak_memory
 
     print(peak_memory(torch.device("cpu")))
 

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.parallel import ParallelConfig
-from megalite.config.run import Config
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.optim.gather_chain import GatherChain
+from megalite.core.options.parallel import ParallelConfig
+from megalite.core.parts.ffn.routing import Router
+from megalite.core.step import eval_step
 from megalite.extras.estimate.match import find_faults
 from megalite.extras.estimate.rank import plausible_status, run_step
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.memory.states import _largest_bucket
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.model.routing import Router
-from megalite.optim.gather_chain import GatherChain
-from megalite.train.build import build_engine
-from megalite.train.step import eval_step
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.test_layouts import LAYOUTS, MODELS, VARIANTS
 

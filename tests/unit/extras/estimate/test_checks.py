@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.families import FAMILIES, PRESETS
+from megalite.core.parts.families import FAMILIES, PRESETS
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires to imitate a GPU"

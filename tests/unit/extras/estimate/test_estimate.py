@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config import cli
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
 from megalite.extras.estimate.rank import run_step
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.train.build import build_engine
+from megalite.runtime.options import cli
 
 ROOT = Path(__file__).resolve().parents[4]
 GIB = 2**30

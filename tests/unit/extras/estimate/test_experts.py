@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from megalite.config.cli import parse
+from megalite.core.mesh.grid import Grid
+from megalite.core.parts.families import PRESETS
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.families import PRESETS
-from megalite.mesh.grid import Grid
+from megalite.runtime.options.cli import parse
 from tests.unit.extras.estimate.test_estimate import answers
 from tests.unit.extras.plan.test_latents import NEW_PRESETS
 

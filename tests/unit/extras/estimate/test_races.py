@@ -89,7 +89,7 @@ import sys
 from megalite.extras.estimate.guard import install_guard
 install_guard()
 from megalite.extras.estimate import command
-from megalite.optim.bucket import Bucket
+from megalite.core.optim.bucket import Bucket
 Bucket.wait_weights = lambda bucket: None
 command.main(sys.argv[1:])
 """

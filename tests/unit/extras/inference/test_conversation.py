@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megalite
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference.command import generate as generate_main
 from megalite.extras.inference.conversation import begin

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.base.errors import UserError
-from megalite.data.tokenizer import load_tokenizer
+from megalite.core.base.errors import UserError
 from megalite.extras.convert.hf import import_hf
 from megalite.extras.inference.command import evaluate as evaluate_main
 from megalite.extras.inference.command import generate as generate_main
@@ -22,6 +21,7 @@ from megalite.extras.inference.evaluate import encode_text, mean_loss
 from megalite.extras.inference.generate import generate
 from megalite.extras.inference.load import load_model
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data.tokenizer import load_tokenizer
 from tests.unit.checkpoint import hf_models
 
 pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.launch import command
 from megalite.extras.launch.hosts import RANK_MARK, Host, LaunchSpec, host_command, launch_environment
 

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.launch import command
 from megalite.extras.launch.emit import BatchJob, KubernetesOptions, SlurmOptions, kubernetes_manifest, slurm_script
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.launch.hosts import (
     Host,
     LaunchSpec,

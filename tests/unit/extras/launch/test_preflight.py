@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import megalite
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.launch import preflight, probe
 from megalite.extras.launch.hosts import Host, LaunchSpec
 from megalite.extras.launch.preflight import Answer, check_hosts, require_green, script_inputs, table, wants_cpu

@@ -16,7 +16,7 @@ from megalite.extras.launch import agent, command, runner
 from megalite.extras.launch.failure import FailedRank
 from megalite.extras.launch.hosts import Host
 from megalite.extras.launch.runner import Outcome, Runner
-from megalite.train.recover.hub import MET
+from megalite.runtime.recover.hub import MET
 
 FOREVER = "import time\nwhile True: time.sleep(60)"
 MARK = "[[rank {}]] "

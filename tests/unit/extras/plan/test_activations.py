@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megalite.config.data import DataConfig
-from megalite.config.run import Config
+from megalite.core.mesh.grid import Grid
+from megalite.core.parts.families.parts import BlockKind
 from megalite.extras.plan.memory.activations import block_activations, saved_by_block
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.families.parts import BlockKind
-from megalite.mesh.grid import Grid
+from megalite.runtime.options.data import DataConfig
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
@@ -57,7 +57,7 @@ def saved(rank: int, cfgs: Sequence[Config]) -> list[Counter[int]]:
     """Sizes of the storages that one forward pass of the stage saves, weights and tables of positions left out."""
     import torch
 
-    from megalite.mesh.context import ParallelContext
+    from megalite.core.mesh.context import ParallelContext
 
     contexts = {tp: ParallelContext.create(Grid.of(4, tp=tp), torch.device("cpu")) for tp in (1, 2)}
     return [_saved(cfg, contexts[cfg.parallel.tp]) for cfg in cfgs]
@@ -66,8 +66,8 @@ def saved(rank: int, cfgs: Sequence[Config]) -> list[Counter[int]]:
 def _saved(cfg: Config, ctx: Any) -> Counter[int]:
     import torch
 
-    from megalite.batch import Documents, ForwardPass, MicroBatch, Positions
-    from megalite.train.build import build_engine
+    from megalite.core.batch import Documents, ForwardPass, MicroBatch, Positions
+    from megalite.core.build import build_engine
 
     engine = build_engine(cfg, ctx)
     engine.optimizer.init_parameters(1)

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config import cli
-from megalite.config.options import LAYOUT
+from megalite.core.base.errors import UserError
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.launch.layout_check import check_layout
 from megalite.extras.plan import device
 from megalite.extras.plan.auto import Choice, choose_layout
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.report import flags
+from megalite.runtime.options import cli
+from megalite.runtime.options.fields import LAYOUT
 
 LLAMA_7B = "--num-layers 32 --hidden-size 4096 --num-heads 32 --ffn-hidden-size 11008 --vocab-size 32000"
 MODELS = {

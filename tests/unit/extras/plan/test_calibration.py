@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.base.hardware import DEVICES
-from megalite.config import cli
+from megalite.core.base.errors import UserError
+from megalite.core.base.hardware import DEVICES
 from megalite.extras.plan.cluster import FITTED, Cluster, read_calibration, write_calibration
+from megalite.runtime.options import cli
 from tests.workers import WorkerPool
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-heads 4 --seq-len 32 --vocab-size 128 --device cpu"
@@ -30,8 +30,8 @@ def test_a_preset_is_measured_and_not_the_usual_model() -> None:
 
 def parts_with(steps: Any, device: Any, constants: Any) -> None:
     """Have steps measured as the time model predicts them with these constants."""
+    from megalite.core.mesh.grid import Grid
     from megalite.extras.plan.time.step import step_time
-    from megalite.mesh.grid import Grid
 
     def step(cfg: Any, ctx: Any, _machine: Any, layers: int, samples: int, microbatches: int) -> float:
         cluster = Cluster(device, ctx.grid.world, ctx.grid.world, device.network, constants)
@@ -44,9 +44,9 @@ def parts_with(steps: Any, device: Any, constants: Any) -> None:
 def test_the_constants_behind_the_times_of_steps_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
+    from megalite.core.mesh.context import Axis
     from megalite.extras.plan.calibration import steps
     from megalite.extras.plan.calibration.machine import Machine
-    from megalite.mesh.context import Axis
 
     true = replace(DEVICES["a100-80g"], gemm=0.5)
     constants = replace(FITTED, attention=0.2, host=3e-4, step=0.002)
@@ -90,10 +90,10 @@ def test_a_measured_step_leaves_no_engine_behind() -> None:
 
     import torch
 
+    from megalite.core.mesh.context import Axis, ParallelContext
+    from megalite.core.sharding.parameter import ShardedParameter
     from megalite.extras.plan.calibration.machine import Machine
     from megalite.extras.plan.calibration.steps import _step, single
-    from megalite.mesh.context import Axis, ParallelContext
-    from megalite.sharding.parameter import ShardedParameter
 
     alone = Axis("world")
     machine = Machine(torch.device("cpu"), alone, alone, alone)
@@ -115,10 +115,10 @@ def fit_links(_rank: int) -> tuple[Any, ...]:
     """Fit links that within a step are three times as slow as alone, with twice the latency."""
     import torch
 
+    from megalite.core.mesh.context import ParallelContext
+    from megalite.core.mesh.grid import Grid
     from megalite.extras.plan.calibration import steps
     from megalite.extras.plan.calibration.machine import Machine
-    from megalite.mesh.context import ParallelContext
-    from megalite.mesh.grid import Grid
 
     constants = replace(FITTED, attention=0.2, latency=4e-4, nvlink=1.0)
     true = replace(DEVICES["a100-80g"], nvlink=2e9, domain=2)
@@ -144,9 +144,9 @@ def measure(rank: int, path: str) -> tuple[Any, Any]:
     """Calibrate on real ranks, with times of steps that do not depend on what else the machine does."""
     import torch
 
+    from megalite.core.mesh.context import ParallelContext
+    from megalite.core.mesh.grid import Grid
     from megalite.extras.plan.calibration import machine, run, steps
-    from megalite.mesh.context import ParallelContext
-    from megalite.mesh.grid import Grid
 
     machine._LAST_S, machine._FEWEST = 0.0, 2
     parts_with(steps, DEVICES["h100"], replace(FITTED, step=0.1))

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.batch import Mask
-from megalite.config import cli
-from megalite.config.context_parallel import choose_comm
-from megalite.config.model import ModelConfig
-from megalite.context_parallel import share_attention
+from megalite.core.batch import Mask
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.ops import resolve
+from megalite.core.options.context_parallel import choose_comm
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.context import share_attention
 from megalite.extras.estimate.record import recorded_world
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.command import main
@@ -20,10 +23,7 @@ from megalite.extras.plan.report import context_rows, dry_run_report
 from megalite.extras.plan.search import pick, search
 from megalite.extras.plan.time.context import Context, messages
 from megalite.extras.plan.time.step import step_time
-from megalite.mesh import collectives
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.ops import resolve
+from megalite.runtime.options import cli
 from tests.parity import jobs
 
 TP, SEQ, BATCH = 2, 64, 3

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.batch import MicroBatch
-from megalite.config.cli import parse
-from megalite.config.run import Config
+from megalite.core.batch import MicroBatch
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.parts.memory.compress import PowerSGD
+from megalite.core.pipeline.schedule import Placement
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import _gpu_workspace, memory_per_rank
 from megalite.extras.plan.memory.units import sides_of
 from megalite.extras.plan.report import dry_run_report
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.optim.compress import PowerSGD
-from megalite.pipeline.schedule import Placement
-from megalite.train.build import build_engine
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.unit.extras.plan.test_memory import (
     DTYPES,

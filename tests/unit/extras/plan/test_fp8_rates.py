@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.base.hardware import DEVICES
-from megalite.config.cli import parse
+from megalite.core.base.errors import UserError
+from megalite.core.base.hardware import DEVICES
+from megalite.core.mesh.grid import Grid
+from megalite.core.pipeline.schedule import placement_of
 from megalite.extras.plan.cluster import Cluster, Constants
 from megalite.extras.plan.time.rates import Rates
 from megalite.extras.plan.time.replicas import replicas_of
 from megalite.extras.plan.time.step import StepTime, step_time
-from megalite.mesh.grid import Grid
-from megalite.pipeline.schedule import placement_of
+from megalite.runtime.options.cli import parse
 
 FLAGS = "--preset llama-3-8b --vocab-size 128256 --mock-data --precision bf16 --device cuda --global-batch-size 64"
 

@@ -11,9 +11,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from megalite.batch import MicroBatch
-from megalite.config.cli import parse
-from megalite.config.run import Config
+from megalite.core.batch import MicroBatch
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.flops import flops_per_token
+from megalite.core.model.parameters import describe_parameters, param_map
+from megalite.core.ops.delta_rule import gated_delta_rule, gated_delta_transition
+from megalite.core.parts.families import FAMILIES
+from megalite.core.pipeline.schedule import Placement
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
@@ -22,14 +28,8 @@ from megalite.extras.plan.report import dry_run_report
 from megalite.extras.plan.time import block
 from megalite.extras.plan.time.block import Engine, Workload
 from megalite.extras.plan.time.rates import Rates
-from megalite.families import FAMILIES
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.model.flops import flops_per_token
-from megalite.model.parameters import describe_parameters, param_map
-from megalite.ops.delta_rule import gated_delta_rule, gated_delta_transition
-from megalite.pipeline.schedule import Placement
-from megalite.train.build import build_engine
+from megalite.runtime.options.cli import parse
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.unit.extras.plan.test_experts import EXPERTS, experts_context
 from tests.unit.extras.plan.test_memory import (

@@ -10,28 +10,28 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megalite import ops as kernels
-from megalite.base.errors import UserError
-from megalite.batch import ForwardPass, MicroBatch, Positions
-from megalite.config.model import ModelConfig
-from megalite.config.optim import OptimConfig
-from megalite.config.parallel import ParallelConfig
-from megalite.config.run import Config
-from megalite.config.train import TrainConfig
+from megalite.core import ops as kernels
+from megalite.core.base.errors import UserError
+from megalite.core.batch import ForwardPass, MicroBatch, Positions
+from megalite.core.build import build_engine, build_stages
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.gpt import GPTStage
+from megalite.core.model.partition import layer_split, stage_layers
+from megalite.core.optim.optimizer import DistributedOptimizer
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.optim import OptimConfig
+from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.train import TrainConfig
+from megalite.core.parts.families.parts import BlockKind
+from megalite.core.parts.schedules.choose import schedule_of
+from megalite.core.pipeline.schedule import Placement
+from megalite.core.sharding.parameter import ShardedParameter
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.memory.stages import parameters_on_rank
 from megalite.extras.plan.report import dry_run_report
-from megalite.families.parts import BlockKind
-from megalite.mesh.context import Axis, ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.model.gpt import GPTStage
-from megalite.model.partition import layer_split, stage_layers
-from megalite.optim.optimizer import DistributedOptimizer
-from megalite.pipeline.choose import schedule_of
-from megalite.pipeline.schedule import Placement
-from megalite.sharding.parameter import ShardedParameter
-from megalite.train.build import build_engine, build_stages
+from megalite.runtime.options.run import Config
 from tests.parity import jobs
 
 CPU = torch.device("cpu")

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.batch import MicroBatch
-from megalite.config.cli import parse
+from megalite.core.batch import MicroBatch
+from megalite.core.build import build_engine
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.flops import flops_per_token
+from megalite.core.model.parameters import param_map
+from megalite.core.model.partition import block_costs, layer_split, stage_layers
+from megalite.core.pipeline.schedule import Placement
 from megalite.extras.estimate.rank import run_step
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.cluster import Cluster
@@ -21,13 +27,7 @@ from megalite.extras.plan.time import replicas
 from megalite.extras.plan.time.block import Workload
 from megalite.extras.plan.time.rates import Rates
 from megalite.extras.plan.time.step import pass_times
-from megalite.mesh.context import ParallelContext
-from megalite.mesh.grid import Grid
-from megalite.model.flops import flops_per_token
-from megalite.model.parameters import param_map
-from megalite.model.partition import block_costs, layer_split, stage_layers
-from megalite.pipeline.schedule import Placement
-from megalite.train.build import build_engine
+from megalite.runtime.options.cli import parse
 from tests.parity import jobs
 from tests.rows import always_run
 from tests.unit.extras.plan.test_memory import (

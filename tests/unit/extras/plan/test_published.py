@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from megalite.core.model.partition import stage_layers
 from megalite.extras.plan.check import check, markdown, summarize
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.outlook import PUBLISHED_ERROR
 from megalite.extras.plan.published import read_runs
-from megalite.model.partition import stage_layers
 
 ROOT = Path(__file__).resolve().parents[4]
 REFERENCE = ROOT / "benchmarks/plan/published.json"

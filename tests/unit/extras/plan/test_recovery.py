@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.config import cli
-from megalite.config.run import Config
+from megalite.core.base.errors import UserError
+from megalite.core.build import build_engine
+from megalite.core.mesh.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.command import main
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.recovery import copy_seconds, effective, traffic
 from megalite.extras.plan.report import dry_run_report
 from megalite.extras.plan.search import search
-from megalite.mesh.grid import Grid
-from megalite.train.build import build_engine
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 from tests.unit.extras.plan.test_memory import config, rank_context
 
 # Of a host with 8 GPUs and one link of 12.5 GB/s. Each of 72 bytes (six copies of master and two moments) a parameter,

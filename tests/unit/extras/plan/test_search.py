@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
-from megalite.base.hardware import DEVICES
-from megalite.config import cli
-from megalite.config.options import LAYOUT
+from megalite.core.base.errors import UserError
+from megalite.core.base.hardware import DEVICES
+from megalite.core.mesh.grid import Grid
 from megalite.extras.plan.cluster import FITTED, Cluster, write_calibration
 from megalite.extras.plan.command import main
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.search import pick, search
-from megalite.mesh.grid import Grid
+from megalite.runtime.options import cli
+from megalite.runtime.options.fields import LAYOUT
 from tests.ranks import ROOT
 
 BIG = "--preset llama-3-70b --global-batch-size 1024 --seq-len 8192"

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.config import cli
-from megalite.config.run import Config
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.partition import layer_split
+from megalite.core.parts.schedules.choose import USUAL_COSTS, schedule_of
+from megalite.core.parts.schedules.simulate import simulate
 from megalite.extras.plan.cluster import FITTED, Cluster
 from megalite.extras.plan.time.block import engine_of
 from megalite.extras.plan.time.step import pipeline_ramp, step_time
-from megalite.mesh.grid import Grid
-from megalite.model.partition import layer_split
-from megalite.pipeline.choose import USUAL_COSTS, schedule_of
-from megalite.pipeline.simulate import simulate
+from megalite.runtime.options import cli
+from megalite.runtime.options.run import Config
 
 
 def _config(flags: str) -> Config:

@@ -14,11 +14,11 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from megalite.base.errors import UserError
-from megalite.data.tokenizer import load_tokenizer
-from megalite.data.tokens import IndexedDataset
+from megalite.core.base.errors import UserError
 from megalite.extras.prepare.named_templates import NAMED, read_named, served_form
 from megalite.extras.prepare.preprocess import preprocess
+from megalite.runtime.data.tokenizer import load_tokenizer
+from megalite.runtime.data.tokens import IndexedDataset
 
 # As folders have them; the line end after an answer belongs to the block tag and goes with it.
 MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.prepare import token_writer
 from megalite.extras.prepare.command import preprocess as command
 from megalite.extras.prepare.merge import merge

@@ -23,12 +23,12 @@ import pytest
 import zstandard
 
 import megalite
-from megalite.base.errors import UserError
-from megalite.data.tokenizer import load_tokenizer
-from megalite.data.tokens import IndexedDataset
+from megalite.core.base.errors import UserError
 from megalite.extras.prepare.documents import Chunk, expand_inputs, read_chunks
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.extras.prepare.workers import TextEncoder, Workers
+from megalite.runtime.data.tokenizer import load_tokenizer
+from megalite.runtime.data.tokens import IndexedDataset
 
 TOOL = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
 TEXTS = ["first document\n", "zweites, mit Ümläuten 🙂", "\r\nthird \u2028 one\n\n"]

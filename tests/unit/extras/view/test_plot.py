@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
 from megalite.extras.view.command import plot as main
 from megalite.extras.view.runs import draw, load_runs
 

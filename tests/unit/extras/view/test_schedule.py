@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.base.errors import UserError
+from megalite.core.base.errors import UserError
+from megalite.core.parts.schedules.pipeline import SCHEDULES
+from megalite.core.parts.schedules.simulate import simulate
+from megalite.core.pipeline.schedule import Costs, build_schedule
 from megalite.extras.view.schedule import main, text_timeline
 from megalite.extras.view.timeline import draw_figure, perfetto_trace
-from megalite.pipeline.schedule import Costs, build_schedule
-from megalite.pipeline.simulate import simulate
-from megalite.schedules.pipeline import SCHEDULES
 
 ROOT = Path(__file__).parents[4]
 

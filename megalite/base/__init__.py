@@ -1,1 +1,0 @@
-"""What every room stands on: errors, log lines, child processes, data sheets. Only `dtypes` imports torch."""

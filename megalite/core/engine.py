@@ -1,0 +1,51 @@
+"""What one rank trains with: the objects that `build_engine` makes and a step uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.model.gpt import GPTStage
+from megalite.core.optim.loss_scale import LossScaler
+from megalite.core.optim.optimizer import DistributedOptimizer
+from megalite.core.optim.unit_weights import UnitWeights
+from megalite.core.options.step import StepConfig
+from megalite.core.pipeline.executor import Executor
+from megalite.core.pipeline.schedule import Program, Schedule, build_schedule
+
+C_co = TypeVar("C_co", bound=StepConfig, covariant=True)
+
+
+@dataclass
+class Engine(Generic[C_co]):
+    """All that one rank needs to run training steps.
+
+    Attributes:
+        cfg, ctx: the config (vocabulary resolved; of a run, all of it) and this rank's axes.
+        stages: this rank's pipeline stages by global index.
+        executor: runs programs over the stages.
+        schedule: schedule of a step with the largest batch.
+        eval_program: this rank's forward operations of that schedule.
+        optimizer, scaler: optimizer and loss scale.
+        unit_weights: gathers and releases weights where they are sharded.
+    """
+
+    cfg: C_co
+    ctx: ParallelContext
+    stages: dict[int, GPTStage]
+    executor: Executor
+    schedule: Schedule
+    eval_program: Program
+    optimizer: DistributedOptimizer
+    scaler: LossScaler
+    unit_weights: UnitWeights
+
+    def schedule_of(self, num_microbatches: int) -> Schedule:
+        """Return the schedule of a step with this many micro-batches per data-parallel rank."""
+        s = self.schedule
+        return build_schedule(s.name, s.pp, s.vp, num_microbatches)
+
+    def train_program(self, num_microbatches: int) -> Program:
+        """Return this rank's operations in a step with this many micro-batches."""
+        return self.schedule_of(num_microbatches).programs[self.ctx.pp.rank]

@@ -1,0 +1,322 @@
+"""Every collective of a step, and the conjugate pairs that autograd requires. An axis of one rank is handled here.
+
+Conjugates (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2):
+
+    forward            backward
+    copy               all-reduce
+    all-reduce         copy
+    all-gather         reduce-scatter
+    reduce-scatter     all-gather
+    all-to-all         all-to-all
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megalite.core.mesh.by_messages import AllGather, SumOfSlices
+from megalite.core.mesh.context import Axis
+
+T = TypeVar("T")
+MAX = dist.ReduceOp.MAX
+Splits = list[int]
+"""Number of rows for each rank of an axis."""
+
+# torch 2.13 renamed both; the old names warn there, and the new ones do not exist in 2.11.
+_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class FinishedWork:
+    """A finished work handle."""
+
+    sent = 0
+
+    def wait(self) -> None:
+        """Return at once: nothing is left to wait for."""
+
+    drop = wait
+
+
+class Waits:
+    """Measures how long this process waits for its peers, in `PendingWork.wait` and in `to_host`.
+
+    Attributes:
+        seconds: total so far.
+        mark: makes the context that surrounds each wait, such as a range in a profile.
+        gaps: CUDA events around each wait of the current stream, while somebody collects them; else None.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
+        self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def measure(self, wait: Callable[[], T]) -> T:
+        """Run `wait` and add up its time."""
+        started = time.perf_counter()
+        with self.mark():
+            result = wait()
+        self.seconds += time.perf_counter() - started
+        return result
+
+    def on_stream(self, wait: Callable[[], Any]) -> None:
+        """Run a `wait` that only orders the current CUDA stream, where the host's time is no measure."""
+        if self.gaps is None:
+            self.measure(wait)
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self.measure(wait)
+        end.record()
+        self.gaps.append((begin, end))
+
+
+waits = Waits()
+
+
+class PendingWork:
+    """A collective under way. `wait()` makes the result safe to read; the inputs are kept alive until then.
+
+    Attributes:
+        sent: bytes that leave this rank; where the library chooses how they travel, those of a ring.
+    """
+
+    def __init__(self, work: Any, *keep: torch.Tensor, sent: int = 0) -> None:
+        self._work, self._keep, self.sent = work, keep, sent
+
+    def wait(self) -> None:
+        """Block (CPU) or order the current stream after the collective (CUDA)."""
+        if self._work is not None:
+            waits.on_stream(self._work.wait)
+            self._work, self._keep = None, ()
+
+    def drop(self) -> None:
+        """Wait as well: until then the collective reads and writes the memory of its tensors."""
+        self.wait()
+
+
+Work = FinishedWork | PendingWork
+
+
+def to_host(x: torch.Tensor) -> list[float]:
+    """Return the numbers of a tensor that came from a collective. On CUDA the process waits for its peers here."""
+    return waits.measure(x.tolist)
+
+
+def all_reduce(x: torch.Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Work:
+    """Start an in-place all-reduce of `x` over the axis."""
+    if axis.size == 1:
+        return FinishedWork()
+    sent = 2 * (axis.size - 1) * x.nbytes // axis.size
+    return PendingWork(dist.all_reduce(x, op=op, group=axis.group, async_op=True), x, sent=sent)
+
+
+def broadcast(x: torch.Tensor, axis: Axis) -> Work:
+    """Start replacing `x` by that of the first rank of the axis."""
+    if axis.size == 1:
+        return FinishedWork()
+    work = dist.broadcast(x, axis.ranks[0], group=axis.group, async_op=True)
+    return PendingWork(work, x, sent=(axis.size - 1) * x.nbytes // axis.size)
+
+
+def all_to_all(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    axis: Axis,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+) -> Work:
+    """Start sending row i of `x` to rank i of the axis; row i of `out` is what rank i has sent.
+
+    `received` and `sent` give the number of rows from and to each rank; None: one row each.
+    """
+    if axis.size == 1:
+        out.copy_(x)
+        return FinishedWork()
+    work = dist.all_to_all_single(out, x, received, sent, group=axis.group, async_op=True)
+    return PendingWork(work, out, x, sent=(axis.size - 1) * x.nbytes // axis.size)
+
+
+def all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
+    """Start gathering `x` of every rank into `out`, stacked along dimension 0. `x` may be its slice of `out`."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return FinishedWork()
+    work = AllGather(out, x, axis) if axis.on_gloo else _gather_into(out, x, group=axis.group, async_op=True)
+    return PendingWork(work, out, x, sent=(axis.size - 1) * x.nbytes)
+
+
+def reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
+    """Start summing `x` over the axis, leaving this rank's slice (along dimension 0) in `out`.
+
+    Where `out` has a wider dtype, `x` is sent as it is and summed in fp32.
+    """
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return FinishedWork()
+    by_messages = axis.on_gloo or out.dtype != x.dtype
+    work = SumOfSlices(out, x, axis) if by_messages else _reduce_scatter(out, x, group=axis.group, async_op=True)
+    return PendingWork(work, out, x, sent=(axis.size - 1) * x.nbytes // axis.size)
+
+
+def start_all_gather(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
+    """Start an all-gather along dimension 0; returns (result, work)."""
+    if axis.size == 1:
+        return x, FinishedWork()
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    return out, all_gather(out, x, axis)
+
+
+def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
+    """Start a reduce-scatter along dimension 0; returns (result, work)."""
+    if axis.size == 1:
+        return x, FinishedWork()
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    return out, reduce_scatter(out, x, axis)
+
+
+def start_shift(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
+    """Start sending `x` to the next rank of a ring; returns (what the previous one sends, work)."""
+    if axis.size == 1:
+        return x, FinishedWork()
+    x, received, sent = x.contiguous(), [0] * axis.size, [0] * axis.size
+    sent[(axis.rank + 1) % axis.size] = received[(axis.rank - 1) % axis.size] = len(x)
+    out = torch.empty_like(x)
+    work = dist.all_to_all_single(out, x, received, sent, group=axis.group, async_op=True)
+    return out, PendingWork(work, out, x, sent=x.nbytes)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        all_reduce(grad, ctx.axis).wait()
+        return grad, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        all_reduce(x, axis).wait()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        out, work = start_reduce_scatter(x, axis)
+        work.wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        full, work = start_all_gather(grad, ctx.axis)
+        work.wait()
+        return full, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        out, work = start_all_gather(x, axis)
+        work.wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        out, work = start_reduce_scatter(grad, ctx.axis)
+        work.wait()
+        return out, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, sent: Splits, received: Splits) -> torch.Tensor:
+        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        out = x.new_empty(sum(received), *x.shape[1:])
+        all_to_all(out, x.contiguous(), axis, received, sent).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _ExchangeRows.apply(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
+
+
+def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Use a replicated tensor in a parallel region: identity; backward sums the gradient over the axis."""
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Leave a parallel region: sum over the axis; backward is the identity."""
+    return x if axis.size == 1 else _Reduce.apply(x, axis)
+
+
+def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Leave a parallel region to sequence shards (dimension 0): reduce-scatter; backward all-gathers."""
+    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
+
+
+def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Enter a parallel region from sequence shards (dimension 0): all-gather; backward reduce-scatters."""
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+
+
+def exchange_rows(x: torch.Tensor, axis: Axis, sent: Splits, received: Splits) -> torch.Tensor:
+    """Send the first `sent[0]` rows of x to rank 0 of the axis, and so on; backward sends the gradients back.
+
+    Returns:
+        What the ranks have sent here, `received[i]` rows from rank i.
+    """
+    return x if axis.size == 1 else _ExchangeRows.apply(x, axis, sent, received)
+
+
+def gather_texts(text: str, axis: Axis, device: torch.device) -> Sequence[str]:
+    """Gather every rank's text on every rank, in rank order (as bytes: nothing is pickled)."""
+    if axis.size == 1:
+        return [text]
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    sizes = torch.zeros(axis.size, dtype=torch.int64, device=device)
+    all_gather(sizes, torch.tensor([len(data)], device=device), axis).wait()
+    width = int(sizes.max())
+    if width == 0:
+        return [""] * axis.size
+    mine = torch.zeros(width, dtype=torch.uint8, device=device)
+    mine[: len(data)] = data
+    out = torch.empty(width * axis.size, dtype=torch.uint8, device=device)
+    all_gather(out, mine, axis).wait()
+    rows = out.cpu().reshape(axis.size, width)
+    return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, sizes.tolist())]
+
+
+def gather_digests(texts: Sequence[str], axis: Axis, device: torch.device) -> list[list[int]]:
+    """Gather hashes of every rank's texts, 8 bytes of each, in rank order; every rank has as many."""
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    mine = torch.tensor([int.from_bytes(value, "big", signed=True) for value in hashes], device=device)
+    out = torch.empty(axis.size * len(mine), dtype=torch.int64, device=device)
+    all_gather(out, mine, axis).wait()
+    return out.view(axis.size, -1).tolist()

@@ -1,0 +1,171 @@
+"""How the ranks of a run find each other: what their launcher says, and the default process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megalite.core.base.errors import LocalUserError
+from megalite.core.base.log import env_int
+
+# Time limit for ranks to find each other.
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+# A group's operations end the process after the longer of these. The watchdog, which names the culprit, must be first
+# to act, and NCCL's clock starts when an operation is enqueued, well before the host has to wait for it.
+MIN_TIMEOUT, _WATCHDOG_TIMEOUTS = timedelta(minutes=30), 2
+# Key under which rank 0 offers a part of the store, and how long another waits to be called before it looks again.
+_OFFER = "megalite/rendezvous/offer"
+_RETRY = timedelta(seconds=1)
+
+
+def group_timeout(watchdog_timeout: float) -> timedelta:
+    """Return the time limit of a group's operations, given that of the watchdog in seconds."""
+    return max(MIN_TIMEOUT, _WATCHDOG_TIMEOUTS * timedelta(seconds=watchdog_timeout))
+
+
+def launched_together() -> bool:
+    """Whether torchrun or Slurm started this rank: they end all ranks when one exits."""
+    return under_torchrun() or "SLURM_PROCID" in os.environ
+
+
+def under_torchrun() -> bool:
+    """Whether torch elastic (torchrun, `megalite train`) is this rank's parent."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def world_size(otherwise: int = 1) -> int:
+    """Number of ranks: of the process group, or from torchrun's (or Slurm's) environment, or `otherwise`."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    _adopt_slurm()
+    return env_int("WORLD_SIZE", otherwise, low=1)
+
+
+def store_host() -> str:
+    """Name the host where ranks meet, as their launcher says; rank 0 runs there."""
+    return os.environ.get("MASTER_ADDR", "localhost")
+
+
+def local_world_size() -> int:
+    """Number of ranks on this host, as its launcher says; all of them where none does."""
+    text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE", "")
+    return int(text) if text.isdecimal() else world_size()
+
+
+def _adopt_slurm() -> None:
+    """Give Slurm's variables torchrun's names where each rank is a Slurm task (srun without torchrun)."""
+    names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
+    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ or "MASTER_ADDR" not in os.environ:
+        return
+    for ours, slurm in names.items():
+        os.environ[ours] = os.environ[slurm]
+
+
+def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -> None:
+    """Join the default process group (gloo on CPU, NCCL on GPU) unless there is one; a world of one needs none.
+
+    Args:
+        device: device of this rank.
+        timeout: time limit of an operation, from `group_timeout`.
+    """
+    if world_size() == 1 or dist.is_initialized():
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise LocalUserError(
+            f"WORLD_SIZE {world_size()}",
+            f"requires {' and '.join(missing)}, which the environment does not set",
+            "start the ranks with torchrun, or unset WORLD_SIZE for one process",
+        )
+    _check_rendezvous(world_size())
+    try:
+        store, rank, world = join_store()
+    except dist.DistNetworkError as e:
+        port = os.environ.get("MASTER_PORT", "")
+        raise LocalUserError(
+            f"MASTER_PORT {port}",
+            f"rank 0 must be able to listen on it ({str(e).splitlines()[0][:160]})",
+            "choose a free port (torchrun --master-port)",
+        ) from None
+    # What is lost from here on was there: no mistake of the user.
+    store = fresh_store(store, rank, world, RENDEZVOUS_TIMEOUT)
+    # No `device_id`: with it all messages of a group would share one NCCL communicator, and one posted early would
+    # delay those to the other neighbor.
+    dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def join_store() -> tuple[dist.Store, int, int]:
+    """Connect to the store in which the launched ranks meet; return it, this rank, and the number of ranks."""
+    return next(iter(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
+
+
+def backend_of(device: torch.device) -> str:
+    """Name the backend of a device's collectives.
+
+    From torch 2.15 on, "nccl" starts one communicator per group at once, binds the world to a device and makes groups
+    by splitting it. The groups here are designed for the backend that torch then calls "nccl-legacy": a communicator
+    for each pair of pipeline neighbors, made at its first message.
+    """
+    if device.type != "cuda":
+        return "gloo"
+    return "nccl-legacy" if "nccl-legacy" in dist.Backend.backend_list else "nccl"
+
+
+def _check_rendezvous(world: int) -> None:
+    """Check what torch does not: it waits forever for a host name that does not resolve."""
+    env_int("RANK", 0, high=world - 1)
+    port, host = env_int("MASTER_PORT", 0, low=1, high=65535), os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(host, port)
+    except (OSError, UnicodeError) as e:
+        rule = f"does not resolve on {socket.gethostname()} ({getattr(e, 'strerror', None) or e})"
+        raise LocalUserError(f"MASTER_ADDR {host!r}", rule, "give the name or address of rank 0's host") from None
+
+
+def shutdown() -> None:
+    """Leave the process group, so that no background thread outlives the run."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def fresh_store(store: dist.Store, rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """Return a store that only the ranks of this attempt share.
+
+    torchrun keeps one store across restarts (pytorch#135712), and torch looks for its peers' addresses under the same
+    keys in every attempt: an early rank reads the address of a dead process, and is refused or waits forever.
+    torchrun's restart count does not distinguish attempts, since every host counts separately.
+
+    So rank 0 offers a new name, and each other rank answers with its own new name and accepts the offer only when
+    rank 0 calls that name: an offer left by an earlier attempt calls no one.
+
+    Args:
+        store: shared by all ranks; may hold the keys of earlier attempts.
+        timeout: how long to wait for the slowest rank.
+
+    Raises:
+        DistStoreError: a rank did not arrive in time.
+    """
+    me = uuid.uuid4().hex
+    if rank == 0:
+        prefix = f"megalite/{me}"
+        store.set(_OFFER, prefix)
+        for peer in range(1, world):
+            store.set(f"{prefix}/called/{store.get(f'{prefix}/here/{peer}').decode()}", "")
+        return dist.PrefixStore(prefix, store)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        prefix = store.get(_OFFER).decode()
+        store.set(f"{prefix}/here/{rank}", me)
+        try:
+            store.wait([f"{prefix}/called/{me}"], _RETRY)
+            return dist.PrefixStore(prefix, store)
+        except dist.DistStoreError:
+            # A stale offer, or rank 0 still waits for another rank.
+            if time.monotonic() > deadline:
+                raise

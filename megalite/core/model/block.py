@@ -1,0 +1,106 @@
+"""A decoder block, for every family, and one that predicts further tokens.
+
+Shapes: S sequence (s = S / tp with sequence parallelism), B micro-batch, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megalite.core.batch import Documents, ForwardPass
+from megalite.core.model.layers import Layers, NoNorm, Rope
+from megalite.core.model.parameters import NORM_NAMES
+from megalite.core.ops.attention import prepare_to_compile
+from megalite.core.parts.ffn import FEED_FORWARDS
+from megalite.core.parts.ffn.moe import MoELayer
+from megalite.core.parts.mixers import MIXERS
+from megalite.core.parts.mixers.attention import QKNorm
+from megalite.core.parts.mixers.delta_net_layer import DeltaNetLayer
+from megalite.core.parts.mixers.latent_attention import LatentAttentionLayer
+from megalite.core.tensor_parallel.linear import ParallelLinear
+
+
+class Block(nn.Module):
+    """One transformer block: x -> x, both x_SBH (x_sBH with sequence parallelism).
+
+    Each sub-layer may have a norm before it and one after it; `NORM_NAMES` lists those that a model has.
+    """
+
+    def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
+        super().__init__()
+        name, norms = f"layers.{index}", NORM_NAMES[layers.cfg.norm_position]
+        self.parallel_residual = layers.cfg.parallel_residual
+        kind = layers.cfg.block_kind(index)
+        self.self_attn = MIXERS[kind.mixer].module(layers, index, recompute_core)
+        self.mlp = FEED_FORWARDS[kind.feed_forward].module(layers, index)
+        # Registered under their global names, called by their place. The order of registration is that of their
+        # gradients in a bucket, and so decides the last bit of the gradient norm.
+        multiplied = {norms[0]: kind.mixer == "gqa", norms[2]: kind.feed_forward == "mlp"}
+        by_name = {
+            leaf: layers.norm(f"{name}.{leaf}", layers.ops_before(index) if multiplied.get(leaf) else None)
+            for leaf in (norms[1], norms[2], norms[0], norms[3])
+            if leaf
+        }
+        for leaf, norm in by_name.items():
+            self.add_module(leaf, norm)
+        self._norms = tuple(by_name[leaf] if leaf else NoNorm() for leaf in norms)
+        self.attention_dropout = layers.dropout("attention_out", index)
+        self.mlp_dropout = layers.dropout("mlp_out", index)
+
+    def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
+        """Run the block; for the arguments see `Attention.forward`."""
+        before_attention, after_attention, before_mlp, after_mlp = self._norms
+        attended = after_attention(self.self_attn(before_attention(x_SBH), rope, documents, fwd))
+        attended = self.attention_dropout(attended, fwd)
+        if self.parallel_residual:
+            normed, x_SBH = before_mlp(x_SBH), x_SBH + attended
+        else:
+            normed, x_SBH = before_mlp.add(attended, x_SBH)
+        return x_SBH + self.mlp_dropout(after_mlp(self.mlp(normed, fwd)), fwd)
+
+
+class PredictingBlock(Block):
+    """A module that predicts one token further than the one before: multi-token prediction.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2. As in Megatron-LM, it reads hidden states that a norm has put
+    out, the model's last one or that of the module before.
+    """
+
+    def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
+        super().__init__(layers, index, recompute_core)
+        name = f"layers.{index}"
+        self.enorm, self.hnorm = layers.norm(f"{name}.enorm"), layers.norm(f"{name}.hnorm")
+        self.eh_proj = layers.replicated(f"{name}.eh_proj")
+        self.norm = layers.norm(f"{name}.norm")
+        self.embedding_dropout = layers.dropout("embedding", index)
+
+    def forward(  # type: ignore[override]
+        self,
+        x_SBH: torch.Tensor,
+        embedded_SBH: torch.Tensor,
+        rope: Rope,
+        documents: Documents | None,
+        fwd: ForwardPass,
+    ) -> torch.Tensor:
+        """Join hidden states with the embeddings of tokens further on, and run the block: normed hidden states."""
+        embedded = self.enorm(self.embedding_dropout(embedded_SBH, fwd))
+        joined = self.eh_proj(torch.cat((embedded, self.hnorm(x_SBH)), dim=-1))
+        return self.norm(super().forward(joined, rope, documents, fwd))
+
+
+def compile_block(block: nn.Module) -> None:
+    """Compile what lies between the layers that communicate.
+
+    Those layers run as they are: they add to `main_grad` and to the queue of weight gradients, which a traced graph
+    cannot see. So do experts, whose numbers of rows change with every micro-batch, gated delta nets, whose chunks would
+    be unrolled, and the gathering of latents. Hooks on the block run outside the compiled code too.
+    """
+    prepare_to_compile()
+    apart = ParallelLinear, MoELayer, DeltaNetLayer
+    for part in block.modules():
+        if isinstance(part, apart) or (isinstance(part, QKNorm) and not part.per_head):
+            part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
+        elif isinstance(part, LatentAttentionLayer):
+            part.enter = torch.compiler.disable(part.enter)
+    block.forward = torch.compile(block.forward)

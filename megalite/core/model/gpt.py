@@ -1,0 +1,235 @@
+"""A pipeline stage of blocks, for every family.
+
+Shapes: S sequence (s = S / tp with sequence parallelism), B micro-batch, H hidden, V vocabulary (padded), T tp size.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megalite.core.batch import ForwardPass, Message, MicroBatch, Positions
+from megalite.core.model.block import Block, PredictingBlock, compile_block
+from megalite.core.model.layers import Layers
+from megalite.core.ops.cross_entropy import softcap_
+from megalite.core.parts.memory.activations import ActivationOffload
+from megalite.core.sharding.parameter import ShardedParameter
+from megalite.core.tensor_parallel.linear import ColumnParallelLinear
+from megalite.core.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
+
+
+class GPTStage(nn.Module):
+    """The layers of one pipeline stage: embedding on the first, blocks, final norm and output layer on the last.
+
+    Blocks that predict further tokens are on the last, with an embedding to look those up.
+    Names of parameters in `named_parameters()` are their global names.
+
+    Args:
+        layers: makes this stage's layers.
+        blocks: global indices of its blocks.
+        first, last: whether it holds the embedding, and the output layer with the loss.
+        recompute: "none", "selective" (attention core) or "full" (whole blocks).
+        loss_chunk: tokens per chunk in output layer and loss; 0 = all at once.
+        label_smoothing, z_loss: of the training loss, see `vocab_parallel_cross_entropy`.
+        shared_embedding: weight of the embedding if it lives on this rank; used as the output weight where that is
+            tied, and by blocks that predict further tokens.
+        compiled: whether blocks go through torch.compile; they must have no dropout.
+        offload: holds the inputs of recomputed blocks on the host; None: the device keeps them.
+
+    Attributes:
+        mtp_losses: for each module that predicts further tokens its weighted losses, summed over the micro-batches of
+            a step so far, fp64.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        blocks: range,
+        *,
+        first: bool,
+        last: bool,
+        recompute: str = "none",
+        loss_chunk: int = 0,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        shared_embedding: ShardedParameter | None = None,
+        compiled: bool = False,
+        offload: ActivationOffload | None = None,
+    ) -> None:
+        super().__init__()
+        cfg = layers.cfg
+        self._offload = offload
+        self.first, self.last, self.recompute = first, last, recompute
+        self.queue, self.routing = layers.queue, layers.routing
+        self._recompute_options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        self._recompute_options["context_fn"] = layers.routing.passes
+        layers.routing.remembers = recompute == "full"
+        self._sequence_shards = layers.tp.size if layers.sequence_parallel else 1
+        self._hidden_size, self._dtype = cfg.hidden_size, layers.dtype
+        if first:
+            self.embed_tokens = layers.embedding("embed_tokens")
+            if cfg.position == "learned":
+                self.embed_positions = PositionEmbedding(layers)
+            self.embedding_dropout = layers.dropout("embedding", -1)
+        self.layers = nn.ModuleDict({str(i): Block(layers, i, recompute == "selective") for i in blocks})
+        self._blocks = list(self.layers.values())
+        self._predicting: list[PredictingBlock] = []
+        self.mtp_losses: list[torch.Tensor | float] = [0.0] * cfg.mtp_num_layers
+        if last:
+            self.norm = layers.norm("norm")
+            self.lm_head = LMHead(layers, loss_chunk, label_smoothing, z_loss)
+            if first:
+                shared_embedding = self.embed_tokens.weight
+            if cfg.tie_embeddings and shared_embedding is not None:
+                self.lm_head.weight = shared_embedding
+                shared_embedding.uses += 1
+            if cfg.mtp_layers:
+                self._add_predicting(layers, shared_embedding)
+        numbers = [*blocks, *(cfg.mtp_layers if last else ())]
+        self._rotary, self._chunks = [layers.rotary(i) for i in numbers], [cfg.chunk_of(i) for i in numbers]
+        if compiled:
+            for block in self.layers.values():
+                compile_block(block)
+
+    def _add_predicting(self, layers: Layers, embedding: ShardedParameter | None) -> None:
+        """Add the blocks that predict further tokens; `embedding`: its weight, if it lives on this rank."""
+        cfg = layers.cfg
+        self._predicting = [PredictingBlock(layers, i, self.recompute == "selective") for i in cfg.mtp_layers]
+        self.layers.update({str(i): block for i, block in zip(cfg.mtp_layers, self._predicting)})
+        if cfg.tie_embeddings:
+            embedding = self.lm_head.weight
+        self.mtp_embed_tokens = layers.embedding("mtp_embed_tokens", embedding)
+        for weight in (self.mtp_embed_tokens.weight, self.lm_head.weight):
+            weight.uses += len(self._predicting)
+        # What its own first uses are counted with.
+        self.mtp_embed_tokens.weight.uses -= embedding is None
+
+    def message(self, num_tokens: int, micro_batch_size: int) -> Message:
+        """Describe the hidden states that this stage passes on, and those that it expects, of `num_tokens` a sample."""
+        return Message((num_tokens // self._sequence_shards, micro_batch_size, self._hidden_size), self._dtype)
+
+    def forward(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:
+        """Run the stage.
+
+        Args:
+            x: token ids [S, B] on the first stage, else the previous stage's hidden states x_SBH (x_sBH).
+            batch: the micro-batch.
+            fwd: the forward pass.
+
+        Returns:
+            Hidden states x_SBH (x_sBH); on the last stage the (weighted) loss of every token, fp32 [S, B], or this
+            rank's logits [S, B, V/T] where the micro-batch has no targets.
+        """
+        documents = batch.in_chunks(set(self._chunks))
+        if self.first:
+            x = self.embed_tokens(x)
+            if hasattr(self, "embed_positions"):
+                x = self.embed_positions(x, batch.positions)
+            x = self.embedding_dropout(x, fwd)
+        fwd = replace(fwd, router_weights_SB=batch.router_weights_SB)
+        # The tables of each kind of layer are made once.
+        ropes = {rotary: rotary and rotary(batch.positions, x.device) for rotary in set(self._rotary)}
+        seen = [(ropes[rotary], documents[chunk]) for rotary, chunk in zip(self._rotary, self._chunks)]
+        with self._offload.one_pass() if self._offload is not None and fwd.training else nullcontext():
+            for block, sees in zip(self._blocks, seen):
+                x = self._run(block, x, *sees, fwd)
+        if not self.last:
+            return x
+        x = self.norm(x)
+        loss = self.lm_head(x, batch, fwd)
+        for k, (block, sees, further) in enumerate(zip(self._predicting, seen[len(self._blocks) :], batch.further)):
+            fwd = replace(fwd, router_weights_SB=further.router_weights_SB)
+            x = self._run(block, x, self.mtp_embed_tokens(further.tokens_SB), *sees, fwd)
+            loss_SB = self.lm_head(x, further, fwd)
+            self.mtp_losses[k] = self.mtp_losses[k] + loss_SB.detach().sum(dtype=torch.float64)
+            # Its gradient joins, and its value does not.
+            loss = loss + (loss_SB - loss_SB.detach())
+        return loss
+
+    def _run(self, block: nn.Module, *args: Any) -> torch.Tensor:
+        """Run a block, the pass last of its arguments."""
+        if self.recompute == "full" and args[-1].training:
+            return checkpoint(block, *args, **self._recompute_options)
+        return block(*args)
+
+    def start_step(self) -> None:
+        """Forget what the step before has counted."""
+        self.mtp_losses = [0.0] * len(self.mtp_losses)
+        self.routing.clear()
+
+    def units(self) -> list[nn.Module]:
+        """List the modules, in forward order, that together hold all parameters."""
+        return [unit for chain in self.chains() for unit in chain]
+
+    def chains(self) -> list[list[nn.Module]]:
+        """List `units` in chains: in each, a pass runs one after the other."""
+        ends = ("norm", "lm_head") if self.last else ()
+        starts = ("embed_tokens", "embed_positions") if self.first else ()
+        chain = [
+            *(getattr(self, name) for name in starts if hasattr(self, name)),
+            *self._blocks,
+            *(getattr(self, name) for name in ends),
+        ]
+        # Between two of these the output layer runs again.
+        apart = [self.mtp_embed_tokens, *self._predicting] if self._predicting else []
+        return [chain, *([unit] for unit in apart)]
+
+
+class LMHead(ColumnParallelLinear):
+    """The output layer, and the loss where there are targets.
+
+    Args:
+        layers: makes the layers of this stage.
+        loss_chunk: tokens per chunk, so that the logits of all tokens never exist at once; 0 = all at once.
+        label_smoothing, z_loss: of the training loss; an evaluation reports the cross-entropy itself.
+    """
+
+    def __init__(self, layers: Layers, loss_chunk: int, label_smoothing: float, z_loss: float) -> None:
+        super().__init__(**layers.linear("lm_head"))
+        self.vocab_size, self.loss_chunk, self.label_smoothing = layers.cfg.vocab, loss_chunk, label_smoothing
+        self.softcap, self.z_loss = layers.cfg.logit_softcap, z_loss
+        self.scale = 1 / layers.cfg.width_multiplier
+
+    def forward(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:  # type: ignore[override]
+        """Map x_SBH (x_sBH) to weighted token losses [S, B], or without targets to this rank's logits [S, B, V/T]."""
+        x = x if self.scale == 1.0 else x * self.scale
+        if batch.targets_SB is None:
+            return softcap_(super().forward(x), self.softcap)
+        if self.loss_chunk:
+            weights = 1.0 if batch.weights_SB is None else batch.weights_SB
+            dloss = weights * fwd.grad_scale if fwd.training else None
+            loss = linear_cross_entropy(
+                x, self, batch.targets_SB, self.vocab_size, self.loss_chunk, self.softcap, self.z_loss, dloss
+            )
+        else:
+            logits = super().forward(x)
+            loss = vocab_parallel_cross_entropy(
+                logits.view(-1, logits.shape[-1]),
+                batch.targets_SB.reshape(-1),
+                self.tp,
+                self.vocab_size,
+                self.ops,
+                self.label_smoothing if fwd.training else 0.0,
+                self.z_loss,
+                self.softcap,
+            ).view(batch.targets_SB.shape)
+        return loss if batch.weights_SB is None else loss * batch.weights_SB
+
+
+class PositionEmbedding(nn.Module):
+    """Learned absolute positions, added to x_SBH or to this rank's shard of the sequence."""
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        self.weight = layers.param("embed_positions.weight")
+        self.shard = layers.tp.rank if layers.sequence_parallel else 0
+
+    def forward(self, x_SBH: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """Add the embeddings of this rank's part of the positions."""
+        first = x_SBH.shape[0] * self.shard
+        return x_SBH + positions.between(first, first + x_SBH.shape[0]).look_up(self.weight)

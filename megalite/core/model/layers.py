@@ -1,0 +1,244 @@
+"""The parts of every block: the factory that makes modules from declared parameters, and norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from megalite.core.mesh.context import Axis
+from megalite.core.model.dropout import Dropout, MaskWords
+from megalite.core.model.rotary import Rotary, Temperature
+from megalite.core.model.specs import layout_holding
+from megalite.core.ops import Ops
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families.parts import Function
+from megalite.core.parts.ffn.grouped_linear import GroupedLinear
+from megalite.core.parts.ffn.routing_log import RoutingLog
+from megalite.core.parts.quant.fp8 import Fp8
+from megalite.core.sharding import Layout, ParamSpec, Shard, StateTensor
+from megalite.core.sharding.parameter import ShardedParameter
+from megalite.core.tensor_parallel.embedding import VocabParallelEmbedding
+from megalite.core.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    GatheredLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    WgradQueue,
+)
+from megalite.core.tensor_parallel.products import Fp8GroupedProducts, Fp8Products, GroupedProducts, Products
+
+Rope = tuple[torch.Tensor, ...] | None
+"""What a layer knows of positions: (cos, sin), (factors of queries,) without rope, or nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Makes the layers of one stage on this rank. Modules take what they need from it in their constructors only.
+
+    Args:
+        cfg: the model.
+        specs: its parameters and buffers.
+        tp: tensor-parallel axis.
+        sequence_parallel: whether the residual stream is sharded along the sequence.
+        dtype, device: type and device of parameters and activations.
+        layout: where parameters live.
+        ops: the kernels in use.
+        words: of this rank's samples and tokens, for dropout.
+        queue: weight-gradient queue of the stage.
+        fp8: quantization of the blocks' matrices; None: no block's.
+        cp, ep: context- and expert-parallel axes.
+        routing: log of the stage's routers.
+        most_rows: rows of this rank's experts over those that it sends, above which they are recomputed.
+        dispatch: way of tokens to experts, a name of `tensor_parallel.dispatch.DISPATCHES`.
+        allocate: whether parameters get memory; otherwise buckets hold their weights.
+        tp_chunks: chunks of a linear layer's forward product.
+    """
+
+    cfg: ModelConfig
+    specs: Mapping[str, ParamSpec]
+    tp: Axis
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device
+    layout: Layout
+    ops: Ops
+    words: MaskWords
+    queue: WgradQueue
+    fp8: Fp8 | None = None
+    cp: Axis = field(default_factory=lambda: Axis("cp"))
+    ep: Axis = field(default_factory=lambda: Axis("ep"))
+    routing: RoutingLog = field(default_factory=RoutingLog)
+    most_rows: float = math.inf
+    dispatch: str = "alltoall"
+    allocate: bool = True
+    tp_chunks: int = 1
+    _rotary: dict[object, Rotary | Temperature] = field(default_factory=dict, init=False, repr=False)
+
+    def param(self, name: str, adds_to_main_grad: bool = False) -> ShardedParameter:
+        """Make this rank's (uninitialized) shard of a declared parameter."""
+        spec = self.specs[name]
+        shard = Shard(spec, layout_holding(spec, self.layout))
+        param = ShardedParameter.empty(shard, self.dtype, self.device, adds_to_main_grad)
+        if not self.allocate:
+            param.untyped_storage().resize_(0)
+        return param
+
+    def buffer(self, name: str) -> StateTensor:
+        """Make a declared buffer, zeros in fp32; this rank's copy is saved if it is the first of all."""
+        spec = self.specs[name]
+        shard, flat = Shard(spec, self.layout), torch.zeros(spec.numel, device=self.device)
+        return StateTensor(name, "master", spec.shape, flat, shard.slices, shard.is_owner(), exact=True)
+
+    def column(self, name: str) -> ColumnParallelLinear:
+        """Make a column-parallel linear layer with the declared weight and bias."""
+        return ColumnParallelLinear(**self.linear(name))
+
+    def row(self, name: str) -> RowParallelLinear:
+        """Make a row-parallel linear layer with the declared weight and bias."""
+        return RowParallelLinear(**self.linear(name))
+
+    def replicated(self, name: str) -> ReplicatedLinear:
+        """Make a linear layer with the declared weight and bias, whole on every rank."""
+        return ReplicatedLinear(**self.linear(name) | {"tp": Axis("own"), "sequence_parallel": False})
+
+    def gathered(self, name: str) -> GatheredLinear:
+        """Make a column-parallel linear layer with the declared weight and bias that leaves communication to others."""
+        return GatheredLinear(**self.linear(name) | {"tp": Axis("own"), "sequence_parallel": False})
+
+    def linear(self, name: str) -> dict[str, Any]:
+        """Make the arguments of a declared parallel linear layer."""
+        return {
+            "weight": self._matrix(f"{name}.weight"),
+            "bias": self._bias(name),
+            "tp": self.tp,
+            "sequence_parallel": self.sequence_parallel,
+            "queue": self.queue,
+            "ops": self.ops,
+            "products": self.products(self.specs[f"{name}.weight"]),
+            "chunks": self.tp_chunks,
+        }
+
+    def wide(self, name: str) -> dict[str, Any]:
+        """Make the arguments of a declared linear layer in fp32, of which every rank holds all: a `WideLinear`."""
+        weight, bias = self.param(f"{name}.weight", True), self._bias(name) if self.cfg.mlp_bias else None
+        scale = 1 / self.cfg.width_multiplier
+        return {"weight": weight, "bias": bias, "queue": self.queue, "ops": self.ops, "scale": scale}
+
+    def _bias(self, name: str) -> ShardedParameter | None:
+        return self.param(f"{name}.bias", True) if f"{name}.bias" in self.specs else None
+
+    def products(self, spec: ParamSpec) -> Products:
+        """Make the products of a declared matrix: in FP8 those of the blocks that it applies to."""
+        return Products(self.ops) if self.fp8 is None or not self._in_fp8(spec) else self._fp8_products(spec, self.fp8)
+
+    def experts(self, name: str) -> GroupedLinear:
+        """Make the linear layers of this rank's experts with the declared weights."""
+        spec, weight, bias = self.specs[f"{name}.weight"], self._matrix(f"{name}.weight"), self._bias(name)
+        products = GroupedProducts(self.ops)
+        if self.fp8 is not None and self._in_fp8(spec):
+            products = Fp8GroupedProducts(self._fp8_products(spec, self.fp8))
+        # Outputs of experts that are cut along their input are summed over tp.
+        summed = weight.shard.layout.grid["tp"] > 1 and ("tp", 2) in spec.sharded_dims
+        return GroupedLinear(weight, bias, self.queue, products, adds_bias=not summed or self.tp.rank == 0)
+
+    def _matrix(self, name: str) -> ShardedParameter:
+        weight = self.param(name, True)
+        weight.fp8 = self.fp8 if self._in_fp8(self.specs[name]) else None
+        return weight
+
+    def _in_fp8(self, spec: ParamSpec) -> bool:
+        return self.fp8 is not None and spec.matrix and int(spec.name.split(".")[1]) in self.fp8.layers
+
+    def _fp8_products(self, spec: ParamSpec, fp8: Fp8) -> Fp8Products:
+        cut = layout_holding(spec, self.layout).grid["tp"] > 1
+        sharded = "OI"[dict(spec.sharded_dims)["tp"] - len(spec.shape)]
+        return Fp8Products(self.ops, fp8, self.tp if cut else Axis("tp"), sharded)
+
+    def embedding(self, name: str, weight: ShardedParameter | None = None) -> VocabParallelEmbedding:
+        """Make an embedding with its rows sharded over tp, of the declared weight or of one that is there."""
+        scale = math.sqrt(self.cfg.hidden_size) if self.cfg.scale_embeddings else 1.0
+        # Rounded to the model's type, as transformers does.
+        scale = torch.tensor(scale, dtype=self.dtype).item()
+        weight = self.param(f"{name}.weight", True) if weight is None else weight
+        return VocabParallelEmbedding(weight, self.tp, self.sequence_parallel, scale)
+
+    @cached_property
+    def _noting(self) -> Ops:
+        return self.ops if self.fp8 is None else self.fp8.noting(self.ops)
+
+    def ops_before(self, index: int) -> Ops:
+        """Return the ops of what a dense linear layer of block `index` reads: with `--fp8`, they may note its codes."""
+        return self._noting if self.fp8 is not None and index in self.fp8.layers else self.ops
+
+    def norm(self, name: str, ops: Ops | None = None) -> Norm:
+        """Make a norm over the hidden size, of the model's kind; `ops`: see `ops_before`."""
+        bias = self.param(f"{name}.bias") if f"{name}.bias" in self.specs else None
+        functions = self.cfg.norm_kind.make(ops or self.ops)
+        return Norm(self.param(f"{name}.weight"), bias, self.cfg.norm_eps, functions, self.cfg.zero_centered_norm)
+
+    def dropout(self, site: str, layer: int) -> Dropout:
+        """Make the dropout of one site of a layer; site "attention" means attention probabilities."""
+        rate = self.cfg.attention_dropout if site == "attention" else self.cfg.hidden_dropout
+        return Dropout(rate, self.words, (layer, site), self.ops.keep_mask)
+
+    def rotary(self, layer: int) -> Rotary | Temperature | None:
+        """Return the tables of positions of a layer, shared by all layers with equal ones; None where it has none."""
+        if self.cfg.position != "rope":
+            return None
+        cfg, frequencies = self.cfg, (self.cfg.rope_theta, self.cfg.rope_scaling, self.cfg.rope_linear_factor)
+        if not cfg.has_rope(layer):
+            temperature = Temperature(cfg.attention_temperature, cfg.attention_temperature_floor)
+            return self._rotary.setdefault("temperature", temperature)
+        if cfg.rope_theta_local is not None and cfg.window_of(layer) is not None:
+            frequencies = cfg.rope_theta_local, None, 1.0
+        return self._rotary.setdefault(frequencies, Rotary(cfg.rotary_dim, *frequencies))
+
+
+class Norm(nn.Module):
+    """The norm of `functions` (see `families.parts.Norm`); `zero_centered`: scales by 1 + weight."""
+
+    def __init__(
+        self,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+        eps: float,
+        functions: tuple[Function, Function],
+        zero_centered: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps, self.zero_centered = weight, bias, eps, zero_centered
+        self.norm, self.add_norm = functions
+
+    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """Normalize over the last dimension; the result has the shape of x."""
+        bias = () if self.bias is None else (self.bias,)
+        return self.norm(x_SBH, norm_scale(self.weight, self.zero_centered), *bias, self.eps)
+
+    def add(self, x_SBH: torch.Tensor, residual_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add, then normalize: (norm(x + residual), x + residual)."""
+        bias = () if self.bias is None else (self.bias,)
+        scale = norm_scale(self.weight, self.zero_centered)
+        return self.add_norm(x_SBH, residual_SBH, scale, *bias, self.eps)
+
+
+def norm_scale(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    """Return what a norm multiplies by: its weight, or 1 + weight in fp32 (bf16 would round small weights away)."""
+    return 1.0 + weight.float() if zero_centered else weight
+
+
+class NoNorm:
+    """Takes the place of a norm that a block does not have."""
+
+    def __call__(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        return x_SBH
+
+    def add(self, x_SBH: torch.Tensor, residual_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add: (x + residual, x + residual)."""
+        total = residual_SBH + x_SBH
+        return total, total

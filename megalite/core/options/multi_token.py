@@ -1,0 +1,30 @@
+"""The options of modules that predict further tokens: what fits together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.core.base.errors import require
+from megalite.core.parts.schedules.layers import count_modules
+
+
+def check_mtp(m: Any, p: Any) -> None:
+    """Check these options; m and p are the options of model and layout.
+
+    Raises:
+        UserError: they do not fit together.
+    """
+    given = f"--mtp-num-layers {m.mtp_num_layers}"
+    require(
+        m.mtp_num_layers == 0 or m.position == "rope",
+        f"{given} with --position {m.position}",
+        "embeddings of further tokens have no positions added to them",
+        "use --position rope",
+    )
+    written = count_modules(p.pipeline_layout or "")
+    require(
+        written in (0, m.mtp_num_layers),
+        f"{given} with --pipeline-layout {p.pipeline_layout}",
+        f"the layout has {written} of them (m)",
+        "change one",
+    )

@@ -1,0 +1,80 @@
+"""The parts of a model that a family chooses by name: the activation of the MLP, the norm, and the kind of each block.
+
+Data without torch: the functions are made when the model is built, from the kernels in use (`megalite.core.ops.Ops`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The function between the two projections of an MLP.
+
+    Attributes:
+        make: kernels in use -> function of [..., 2F] = [gate | up] where gated, else of [..., F], to [..., F].
+        gated: whether the first projection makes both gate and up.
+        hf: its name in config.json; None if transformers has no such model.
+    """
+
+    make: Callable[[Any], Function]
+    gated: bool = False
+    hf: str | None = None
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "swiglu": Activation(lambda ops: ops.swiglu, gated=True, hf="silu"),
+    "clamped_swiglu": Activation(lambda ops: ops.clamped_swiglu, gated=True, hf="silu"),
+    "geglu": Activation(lambda ops: ops.geglu, gated=True, hf="gelu"),
+    "geglu_tanh": Activation(lambda ops: partial(ops.geglu, approximate="tanh"), gated=True, hf="gelu_pytorch_tanh"),
+    "gelu": Activation(lambda ops: ops.gelu, hf="gelu"),
+    "gelu_tanh": Activation(lambda ops: partial(ops.gelu, approximate="tanh"), hf="gelu_new"),
+}
+"""Name (`--activation`) -> activation."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalization over the hidden size.
+
+    Attributes:
+        make: kernels in use -> (norm, add_norm): norm(x, weight, [bias,] eps) -> y, and add_norm(x, residual, weight,
+            [bias,] eps) -> (norm of the sum, sum).
+        bias: whether it has a bias.
+        statistics: number of fp32 values per token that it keeps for backward.
+    """
+
+    make: Callable[[Any], tuple[Function, Function]]
+    bias: bool = False
+    statistics: int = 1
+
+
+NORMS: dict[str, Norm] = {
+    "rmsnorm": Norm(lambda ops: (ops.rmsnorm, ops.add_rmsnorm)),
+    "layernorm": Norm(lambda ops: (ops.layernorm, ops.add_layernorm), bias=True, statistics=2),
+}
+"""Name (`--norm`) -> norm."""
+
+
+class BlockKind(NamedTuple):
+    """What a block is made of.
+
+    Attributes:
+        mixer: name of its mixer, in `model.mixers.MIXERS`.
+        feed_forward: name of its feed-forward layer, in `model.ffn.FEED_FORWARDS`.
+    """
+
+    mixer: str = "gqa"
+    feed_forward: str = "mlp"
+
+
+def block_of(cfg: Any, layer: int) -> BlockKind:
+    """Return the kind of a block of most families: what its options ask for (`cfg`, a `ModelConfig`)."""
+    attention = "gqa" if cfg.kv_lora_rank is None else "mla"
+    return BlockKind("delta_net" if cfg.is_delta_net(layer) else attention, "moe" if cfg.is_moe(layer) else "mlp")

@@ -1,0 +1,240 @@
+"""Tokens on their way to experts and back, among the ranks that share the experts.
+
+Every token goes to all its experts, however many that makes for one of them: nothing is dropped. Shapes: T tokens of
+this rank, K experts of each, H features; R rows of this rank's experts. A rank of ep holds a block of neighboring
+experts. All sorts are stable, and no kernel adds in a random order.
+
+Two ways lead there (`DISPATCHES`, `--moe-dispatch`). A layer starts one, and asks for its `sizes`, for which the host
+waits, after work that does not need them.
+
+alltoall: rows are sorted by expert, so that those for a rank are neighbors, and exchanged; on arrival they lie source
+after source, and are sorted by expert once more. A rank sends k x (N - 1) / N rows there and as many back, for x tokens
+and N ranks. The outputs of a token are summed in the order of its choices: results do not depend on the layout.
+
+allgather: every rank gets all tokens, takes those for its experts, and what each makes of a token is summed over the
+ranks. A rank sends x (N - 1) rows there and as many back: less where N is below k. Nothing is uneven, and no counts are
+exchanged; memory is N times that of the tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megalite.core.mesh import collectives
+from megalite.core.mesh.collectives import exchange_rows, gather_sequence
+from megalite.core.mesh.context import Axis
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of x_TH, each K times or fewer, in an order; backward sums over the K."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return _read(grad, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows of x in an order; backward reads instead of adding, which autograd's would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order, inverse)
+        return _read(x, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _Permute.apply(grad, inverse, order), None, None
+
+
+class Dispatch(ABC):
+    """The way of the tokens of one micro-batch, under way from the start on.
+
+    Args:
+        ids_TK: experts of each token, int64 from 0 to `num_experts` - 1.
+        num_experts: number of experts of the layer.
+        ep: axis of the ranks that hold them.
+
+    Attributes:
+        k: number of experts of each token.
+        order, inverse: slots [.. K] whose expert is here, by expert, and the row of each slot, after `wait`.
+        sizes: rows of each of this rank's experts, after `wait`.
+    """
+
+    k: int
+    order: torch.Tensor
+    inverse: torch.Tensor
+    sizes: list[int]
+
+    @abstractmethod
+    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> None: ...
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until the host knows the numbers of rows; once, before tokens are sent."""
+
+    @abstractmethod
+    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
+        """Bring tokens to their experts: rows [R, H] of this rank's experts, expert after expert; where there are
+        weights, fp32, each times its own.
+        """
+
+    @abstractmethod
+    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+        """Return the sum of the experts' outputs for every token, [T, H], weighed where there are weights, fp32."""
+
+    def _in_order(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+        """Return the rows of tokens in the order of their experts, times their weights."""
+        rows = _Spread.apply(x_TH, self.order, self.inverse, self.k)
+        if weights_TK is None:
+            return rows
+        return (rows * _Permute.apply(weights_TK.view(-1, 1), self.order, self.inverse)).to(rows.dtype)
+
+
+class AllToAll(Dispatch):
+    """Sort and exchange.
+
+    order, inverse: the sort by expert, int64 [T K], and the way back. arrived, returned: the sort on arrival, int64
+    [R], and the way back; None where one rank holds all experts. sent, received: rows to and from each rank of ep.
+    """
+
+    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> None:
+        ids, self.ep, self.k, self.local = ids_TK.flatten(), ep, ids_TK.shape[1], num_experts // ep.size
+        counts = count(ids, num_experts)
+        self.arriving = torch.empty_like(counts)
+        if ep.size > 1:
+            collectives.all_to_all(self.arriving.view(ep.size, -1), counts.view(ep.size, -1), ep).wait()
+            self.counts = start_host_counts(counts, self.arriving)
+        else:
+            self.counts = start_host_counts(counts)
+        self.order = ids.argsort(stable=True)
+        self.inverse = _inverse(self.order)
+        self.arrived: torch.Tensor | None = None
+        self.returned: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        """Wait for the counts, and order what will arrive."""
+        counts = self.counts()
+        if self.ep.size == 1:
+            (self.sizes,) = counts
+            return
+        leaving, from_ranks = ([own[i : i + self.local] for i in range(0, len(own), self.local)] for own in counts)
+        experts = torch.arange(len(self.arriving), device=self.arriving.device) % self.local
+        rows = sum(map(sum, from_ranks))
+        arrived = experts.repeat_interleave(self.arriving, output_size=rows).argsort(stable=True)
+        self.arrived, self.returned = arrived, _inverse(arrived)
+        self.sizes = [sum(each) for each in zip(*from_ranks)]
+        self.sent, self.received = [sum(each) for each in leaving], [sum(each) for each in from_ranks]
+
+    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
+        """Sort by expert, exchange, sort what arrives."""
+        rows = self._in_order(x_TH, weights_TK)
+        if self.arrived is None:
+            return rows
+        return _Permute.apply(exchange_rows(rows, self.ep, self.sent, self.received), self.arrived, self.returned)
+
+    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+        """Go the same way back; sum in the order of the choices."""
+        if self.arrived is not None:
+            rows_RH = _Permute.apply(rows_RH, self.returned, self.arrived)
+            rows_RH = exchange_rows(rows_RH, self.ep, self.received, self.sent)
+        return _weigh(_Permute.apply(rows_RH, self.inverse, self.order), weights_TK, self.k)
+
+
+class AllGather(Dispatch):
+    """Gather all tokens of ep, work on those for this rank's experts, sum over the ranks.
+
+    order: slots (of N T K) whose expert is here, by expert, int64 [R]. inverse: the row of each slot, R where there is
+    none, int64 [N T K].
+    """
+
+    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> None:
+        all_ids, gathering = collectives.start_all_gather(ids_TK, ep)
+        gathering.wait()
+        self.ep, self.k, self.local = ep, ids_TK.shape[1], num_experts // ep.size
+        own = all_ids.flatten() - ep.rank * self.local
+        own = own.where((own >= 0) & (own < self.local), self.local)  # experts elsewhere come last
+        sources = torch.arange(len(own), device=own.device) // ids_TK.numel()
+        kinds = self.local + 1
+        self.arriving = count(sources * kinds + own, ep.size * kinds).view(ep.size, kinds)[:, :-1].flatten()
+        self.counts = start_host_counts(self.arriving)
+        self.order = own.argsort(stable=True)
+        self.inverse = _inverse(self.order)
+
+    def wait(self) -> None:
+        """Wait for the counts, and leave out what other ranks work on."""
+        (arriving,) = self.counts()
+        self.sizes = [sum(arriving[i :: self.local]) for i in range(self.local)]
+        rows = sum(self.sizes)
+        self.order, self.inverse = self.order[:rows], self.inverse.clamp(max=rows)
+
+    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
+        """Gather, and take the rows of this rank's experts."""
+        weights_TK = weights_TK if weights_TK is None else gather_sequence(weights_TK, self.ep)
+        return self._in_order(gather_sequence(x_TH, self.ep), weights_TK)
+
+    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+        """Weigh what there is of each token, and sum it over the ranks."""
+        rows = _Permute.apply(rows_RH, self.inverse, self.order)
+        weights_TK = weights_TK if weights_TK is None else gather_sequence(weights_TK, self.ep)
+        return collectives.scatter_sequence(_weigh(rows, weights_TK, self.k), self.ep)
+
+
+DISPATCHES: dict[str, type[Dispatch]] = {"alltoall": AllToAll, "allgather": AllGather}
+
+
+def count(ids: torch.Tensor, num: int, counted: torch.Tensor | None = None) -> torch.Tensor:
+    """Count how often each of 0 to num - 1 occurs in `ids` (flat), int64 [num]; the host does not wait.
+
+    Args:
+        counted: bool, which of the ids count; None: all.
+    """
+    ones = torch.ones_like(ids) if counted is None else counted.to(ids.dtype)
+    return torch.zeros(num, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, ones)
+
+
+def start_host_counts(*counts: torch.Tensor) -> Callable[[], list[list[int]]]:
+    """Start bringing numbers of rows to the host, which the sizes of messages and products need.
+
+    Returns:
+        The function that waits for them: the one wait of a layer.
+    """
+    numbers = torch.stack(counts)
+    if not numbers.is_cuda:
+        return numbers.tolist
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[list[int]]:
+        copied.synchronize()
+        return host.tolist()  # type: ignore[no-any-return]
+
+    return wait
+
+
+def _weigh(rows: torch.Tensor, weights_TK: torch.Tensor | None, k: int) -> torch.Tensor:
+    """Sum the rows [T K, H] of each token, weighed in fp32 where there are weights."""
+    rows_TKH = rows.unflatten(0, (-1, k))
+    return (rows_TKH if weights_TK is None else rows_TKH * weights_TK.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def _read(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return x[index], where a row after the last is 0."""
+    return x[index] if len(index) <= len(x) else torch.cat((x, x.new_zeros(1, x.shape[1])))[index]
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -1,0 +1,117 @@
+"""Grouped-query self-attention, heads sharded over tensor-parallel ranks: the module of core/parts/mixers/gqa.py.
+
+Shapes: S sequence, B micro-batch, H hidden, N local query heads, G local key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megalite.core.batch import Documents, ForwardPass, Mask
+from megalite.core.mesh import collectives
+from megalite.core.model.layers import Layers, Rope, norm_scale
+
+
+class Attention(nn.Module):
+    """qkv_proj -> q/k norm -> rope -> scaled dot product -> o_proj, over x_SBH (x_sBH with sequence parallelism).
+
+    Args:
+        layers: makes the layers of this stage.
+        index: global index of the block.
+        recompute_core: recompute rope and the dot product in backward instead of keeping what they save.
+    """
+
+    def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
+        super().__init__()
+        cfg, name = layers.cfg, f"layers.{index}.self_attn"
+        self.num_heads, self.num_kv_heads = cfg.num_heads // layers.tp.size, cfg.kv_heads // layers.tp.size
+        self.head_dim, self.recompute_core = cfg.head_size, recompute_core
+        self.mask, self.scale, self.softcap = Mask(cfg.window_of(index)), cfg.attention_scale, cfg.attention_softcap
+        self.attention, self.rope_qkv = layers.ops.attention, layers.ops.rope_qkv
+        self.dropout, self.first_head = layers.dropout("attention", index), layers.tp.rank * self.num_heads
+        self.gated = cfg.attention_output_gate
+        self.sinks = layers.param(f"{name}.sinks") if cfg.attention_sinks else None
+        self.qkv_proj = layers.column(f"{name}.qkv_proj")
+        self.o_proj = layers.row(f"{name}.o_proj")
+        self.qk_norm, self.l2_norm = cfg.qk_norm in ("head", "full"), cfg.qk_norm == "l2" and cfg.has_rope(index)
+        self.rmsnorm, self.eps = layers.ops.rmsnorm, cfg.norm_eps
+        if self.qk_norm:
+            self.q_norm = QKNorm(layers, f"{name}.q_norm")
+            self.k_norm = QKNorm(layers, f"{name}.k_norm")
+
+    def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
+        """Attend; the result has the shape of x.
+
+        Args:
+            x_SBH: normed hidden states.
+            rope: what the layer knows of the positions.
+            documents: documents (or chunks of them) that attention stays within; None: a sample is one document.
+            fwd: the forward pass.
+        """
+        qkv = self.qkv_proj(x_SBH)
+        if self.recompute_core and fwd.training:
+            out = checkpoint(self._core, qkv, rope, documents, fwd, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = self._core(qkv, rope, documents, fwd)
+        return self.o_proj(out)
+
+    def _core(self, qkv: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
+        """Attend with packed q|k|v: [S, B, (N + 2G) D] -> [S, B, N D]; with a gate, q is [q | gate] of each head."""
+        n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
+        seq, batch = qkv.shape[:2]
+        gate = None
+        if self.gated:
+            q, kv = qkv.split((2 * n * d, 2 * g * d), dim=-1)
+            q, gate = q.unflatten(-1, (n, 2, d)).unbind(-2)
+            qkv, gate = torch.cat((q.flatten(-2), kv), dim=-1), gate.flatten(-2)
+        if self.qk_norm:
+            q, k, v = qkv.split((n * d, g * d, g * d), dim=-1)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
+        qkv = qkv.view(seq, batch, n + 2 * g, d)
+        if rope is None or len(rope) == 1:
+            parts = qkv.split((n, g, g), dim=2)
+        else:
+            # The op rotates in place, but recomputation must find its input unchanged, and torch.compile loses the
+            # gradient of a view that is written to.
+            packed = qkv.clone() if self.recompute_core or torch.compiler.is_compiling() else qkv
+            # Tables of their own for the tokens of each sample have S B rows: to the op, a sequence of that length.
+            parts = self.rope_qkv(packed.view(len(rope[0]), -1, n + 2 * g, d), *rope, n, g)
+        q, k, v = (t.view(seq, batch, -1, d) for t in parts)
+        if self.l2_norm:
+            q, k = (self.rmsnorm(x, x.new_ones(d), self.eps) for x in (q, k))
+        if rope is not None and len(rope) == 1:
+            q = (q * rope[0].unsqueeze(-1)).to(v.dtype)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
+        options |= self.dropout.of_heads(fwd, self.first_head, qkv.device)
+        if self.sinks is not None:
+            options["sinks"] = self.sinks
+        out = self.attention(q, k, v, self.mask, documents, **options)
+        out = out.permute(2, 0, 1, 3).reshape(seq, batch, n * d)
+        return out if gate is None else out * gate.sigmoid()
+
+
+class QKNorm(nn.Module):
+    """RMSNorm of queries or keys: per head (weight [D]) or over the whole projection, which is split over ranks."""
+
+    def __init__(self, layers: Layers, name: str) -> None:
+        super().__init__()
+        self.weight, self.eps = layers.param(f"{name}.weight"), layers.cfg.norm_eps
+        self.per_head, self.head_dim = layers.cfg.qk_norm == "head", layers.cfg.head_size
+        self.rmsnorm, self.tp, self.zero_centered = layers.ops.rmsnorm, layers.tp, layers.cfg.zero_centered_norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize local queries or keys of all heads, [S, B, heads D]; the result has the same shape."""
+        weight = norm_scale(self.weight, self.zero_centered)
+        if self.per_head:
+            heads = x.reshape(*x.shape[:-1], -1, self.head_dim)
+            return self.rmsnorm(heads, weight, self.eps).view(x.shape)
+        # The mean square spans the heads of all ranks, and its gradient comes back from all of them.
+        tp, wide = self.tp, x.float()
+        square_sum = collectives.reduce_from(wide.square().sum(-1, keepdim=True), tp)
+        scale = torch.rsqrt(collectives.copy_to(square_sum, tp) / (x.shape[-1] * tp.size) + self.eps)
+        return ((wide * scale).to(x.dtype) * weight).to(x.dtype)

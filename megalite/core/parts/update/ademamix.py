@@ -1,0 +1,42 @@
+"""AdEMAMix: AdamW with a second, much slower momentum (Pagliardini et al. 2024, algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megalite.core.parts.update.rule import Share, UpdateRule
+
+
+class AdEMAMix(UpdateRule):
+    """master -= lr * ((fast / (1 - beta1^t) + alpha * slow) / (sqrt(second / (1 - beta2^t)) + eps) + decay * master).
+
+    Over the warmup, alpha rises linearly and the half-life of the slow momentum from that of beta1 (equation 5).
+    """
+
+    states = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
+    width_power = 1.0
+
+    def update(self, share: Share, cfg: Any) -> None:
+        """Update a share."""
+        grad, (fast, second, slow), step = share.scaled_grad(), share.states, share.step
+        alpha, beta3 = slow_rates(step, cfg)
+        fast.lerp_(grad, 1 - cfg.beta1)
+        slow.lerp_(grad, 1 - beta3)
+        second.mul_(cfg.beta2).addcmul_(grad, grad, value=1 - cfg.beta2)
+        direction = grad.copy_(fast).div_(1 - cfg.beta1**step).add_(slow, alpha=alpha)
+        direction.div_((second / (1 - cfg.beta2**step)).sqrt_().add_(cfg.eps))
+        share.master.mul_(1 - share.lr * share.weight_decay).sub_(direction, alpha=share.lr)
+        share.round_weights()
+
+
+def slow_rates(step: int, cfg: Any) -> tuple[float, float]:
+    """Return the weight of the slow momentum in the update, and its decay rate."""
+    alpha, beta3, warmup = cfg.ademamix_alpha, cfg.ademamix_beta3, cfg.ademamix_warmup
+    if step >= warmup or not 0 < cfg.beta1 < beta3:
+        return alpha, beta3
+    done, start, end = step / warmup, math.log(cfg.beta1), math.log(beta3)
+    return alpha * done, math.exp(start * end / ((1 - done) * end + done * start))
+
+
+RULE = AdEMAMix()

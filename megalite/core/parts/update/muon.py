@@ -1,0 +1,68 @@
+"""Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024; scaled as in Moonlight, Liu et al. 2025).
+
+The orthogonalization keeps the singular vectors of the momentum and makes all singular values about 1, by Newton-Schulz
+iterations. It is that of a whole matrix: of a tensor-parallel shard, or of q, k and v packed into one, it is another
+update. `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` computes the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from megalite.core.parts.update.rule import MatrixRule, Share
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Of the quintic polynomial that is iterated on the singular values."""
+_EPS = 1e-7
+
+
+class Muon(MatrixRule):
+    """master = (1 - lr * weight_decay) * master - lr * 0.2 * sqrt(max(out, in)) * orthogonalized Nesterov momentum.
+
+    The factor gives an update the root mean square of AdamW's (Moonlight, section 2.2), so that learning rate and
+    weight decay of AdamW serve.
+    """
+
+    states = ("exp_avg",)
+    width_power = 0.5  # an update grows with the square root of the width already
+
+    def direction(self, share: Share, cfg: Any) -> None:
+        """Update the momentum, an average of gradients; look ahead by one step (Nesterov)."""
+        grad, (momentum,) = share.scaled_grad(), share.states
+        momentum.lerp_(grad, 1 - cfg.muon_momentum)
+        grad.lerp_(momentum, cfg.muon_momentum)
+
+    def transform(self, matrix: Tensor, cfg: Any) -> Tensor:
+        """Orthogonalize a matrix, and scale it to AdamW's root mean square."""
+        x = matrix if cfg.muon_ns == "fp32" else matrix.bfloat16()
+        return orthogonalized(x, cfg.muon_ns_steps).to(matrix.dtype).mul_(0.2 * math.sqrt(max(matrix.shape)))
+
+    def transform_flops(self, out: int, inner: int, cfg: Any) -> float:
+        """Count three products per iteration: X X^T, its square, and their polynomial times X."""
+        small, large = sorted((out, inner))
+        return cfg.muon_ns_steps * (4 * small**2 * large + 2 * small**3)
+
+    def update(self, share: Share, cfg: Any) -> None:
+        """Decay the masters and subtract the transformed matrices."""
+        share.master.mul_(1 - share.lr * share.weight_decay).sub_(share.grad, alpha=share.lr)
+        share.round_weights()
+
+
+def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
+    """Make the singular values of a matrix [out, in] about 1 (0.7 to 1.2 after five steps), in its dtype."""
+    a, b, c = COEFFICIENTS
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = matrix if wide else matrix.T
+    x = x / x.norm().clamp(min=_EPS)
+    for _ in range(steps):
+        square = x @ x.T
+        polynomial = square.addmm(square, square, beta=b, alpha=c)
+        x = x.addmm(polynomial, x, beta=a)
+    return x if wide else x.T
+
+
+RULE = Muon()

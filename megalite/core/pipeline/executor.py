@@ -1,0 +1,199 @@
+"""Run a schedule's program on this rank: the one place where forward and backward passes happen.
+
+The program contains every decision of the schedule (order, transfers); the executor only follows it. Shapes: S
+sequence, B micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megalite.core.batch import ForwardPass, MicroBatch
+from megalite.core.mesh.collectives import PendingWork
+from megalite.core.pipeline.observe import Observer
+from megalite.core.pipeline.p2p import Channel
+from megalite.core.pipeline.schedule import MAX_SENDS, Op, Program
+
+
+class WeightGradQueue(Protocol):
+    """Defers weight gradients (see `tensor_parallel.linear.WgradQueue`)."""
+
+    def defer(self, microbatch: int) -> AbstractContextManager[None]: ...
+    def run(self, microbatch: int) -> None: ...
+    def backward(self) -> AbstractContextManager[None]: ...
+
+
+class Stage(Protocol):
+    """The interface of a pipeline stage (see `model.gpt.GPTStage`).
+
+    Called as `stage(x, batch, fwd)`, with token ids (first stage) or hidden states x, a `MicroBatch` and a
+    `ForwardPass`. Returns hidden states, or token losses on the last stage.
+    """
+
+    __call__: Callable[..., Any]
+
+    @property
+    def first(self) -> bool: ...
+    @property
+    def last(self) -> bool: ...
+    @property
+    def queue(self) -> WeightGradQueue: ...
+
+
+class Executor:
+    """Executes programs over the stages of one pipeline rank.
+
+    Args:
+        stages: this rank's stages by global index.
+        activations, gradients: channels of the two directions.
+
+    Attributes:
+        observers: observers of every operation, called in this order.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], activations: Channel, gradients: Channel) -> None:
+        self.stages, self.activations, self.gradients = stages, activations, gradients
+        self.observers: tuple[Observer, ...] = ()
+
+    @contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Add an observer inside the context."""
+        before = self.observers
+        self.observers = (*before, observer)
+        try:
+            yield
+        finally:
+            self.observers = before
+
+    def run(
+        self, program: Program, microbatches: Sequence[MicroBatch], step: int, first: int, grad_scale: float = 1.0
+    ) -> torch.Tensor:
+        """Run one program.
+
+        Args:
+            program: this rank's operations, in order; for evaluation (under `no_grad`), only the forward ones.
+            microbatches: micro-batches of this data-parallel rank.
+            step: number of the optimizer step.
+            first: number of their first sample in the global batch; the others follow it.
+            grad_scale: gradient of the sum of all token losses.
+
+        Returns:
+            Sum of the (weighted) token losses of the micro-batches, fp64, 0-dim; 0 on ranks without the last stage.
+        """
+        training, passes = torch.is_grad_enabled(), list[ForwardPass]()
+        for i, batch in enumerate(microbatches):
+            samples = range(first, first + batch.tokens_SB.shape[1])
+            passes.append(ForwardPass(step, i, training, grad_scale, samples, batch.positions))
+            first = samples.stop
+        run = _Run(self, microbatches, passes)
+        for op in program:
+            for observer in self.observers:
+                observer.begin(op)
+            run.do(op)
+            for observer in self.observers:
+                observer.end(op)
+        for observer in self.observers:
+            observer.finished()
+        return run.finish()
+
+
+class _Run:
+    """Tensors of one run of a program, keyed by (micro-batch, stage)."""
+
+    def __init__(self, executor: Executor, microbatches: Sequence[MicroBatch], passes: Sequence[ForwardPass]) -> None:
+        self.executor, self.microbatches, self.passes = executor, microbatches, passes
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=executor.activations.device)
+        self.received: dict[tuple[str, int, int], tuple[torch.Tensor, PendingWork]] = {}
+        self.inputs: dict[tuple[int, int], torch.Tensor] = {}
+        self.outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self.edges: dict[tuple[int, int], GradientEdge] = {}
+        self.input_grads: dict[tuple[int, int], torch.Tensor] = {}
+        self.sends: deque[PendingWork] = deque()
+        self.loss_shape = torch.Size()
+
+    def do(self, op: Op) -> None:
+        key = (op.microbatch, op.stage)
+        match op.kind:
+            case "F":
+                self.forward(*key)
+            case "B":
+                self.backward(*key, self.executor.stages[op.stage].queue.backward())
+            case "I":
+                self.backward(*key, self.executor.stages[op.stage].queue.defer(op.microbatch))
+            case "W":
+                self.executor.stages[op.stage].queue.run(op.microbatch)
+            case "RF":
+                assert op.peer is not None
+                self.received[("F", op.microbatch, op.stage)] = self.executor.activations.receive(op.peer)
+            case "RB":
+                assert op.peer is not None
+                self.received[("B", op.microbatch, op.stage)] = self.executor.gradients.receive(op.peer)
+            case "SF":
+                assert op.peer is not None
+                self.keep(self.executor.activations.send(self.outputs.pop(key), op.peer))
+            case "SB":
+                assert op.peer is not None
+                self.keep(self.executor.gradients.send(self.input_grads.pop(key), op.peer))
+
+    def forward(self, mb: int, index: int) -> None:
+        stage, batch, fwd = self.executor.stages[index], self.microbatches[mb], self.passes[mb]
+        if stage.first:
+            x = batch.tokens_SB
+        else:
+            # From another rank, or from the previous stage on this rank.
+            x = self.take("F", mb, index) if ("F", mb, index) in self.received else self.outputs.pop((mb, index - 1))
+            x.requires_grad_(fwd.training)
+        y = stage(x, batch, fwd)
+        if fwd.training:
+            self.inputs[mb, index] = x
+            # The backward pass needs only the graph: the output is freed once it has been sent or passed on.
+            self.edges[mb, index] = get_gradient_edge(y)
+        if stage.last:
+            self.loss_sum += y.detach().sum(dtype=torch.float64)
+            self.loss_shape = y.shape
+        else:
+            self.outputs[mb, index] = y.detach()
+
+    def backward(self, mb: int, index: int, weight_grads: AbstractContextManager[None]) -> None:
+        stage = self.executor.stages[index]
+        if stage.last:
+            grad = torch.full(self.loss_shape, self.passes[mb].grad_scale, device=self.loss_sum.device)
+        elif ("B", mb, index) in self.received:
+            grad = self.take("B", mb, index)
+        else:
+            grad = self.input_grads.pop((mb, index + 1))
+        with weight_grads:
+            torch.autograd.backward(self.edges.pop((mb, index)), grad)
+        x = self.inputs.pop((mb, index))
+        if not stage.first:
+            assert x.grad is not None
+            self.input_grads[mb, index] = x.grad
+
+    def take(self, kind: str, mb: int, index: int) -> torch.Tensor:
+        buffer, work = self.received.pop((kind, mb, index))
+        work.wait()
+        for observer in self.executor.observers:
+            observer.arrived()
+        return buffer
+
+    def keep(self, work: PendingWork) -> None:
+        self.sends.append(work)
+        # On CUDA the host does not block: the compute stream waits for the oldest send, usually long complete.
+        if len(self.sends) > MAX_SENDS:
+            self.sends.popleft().wait()
+
+    def finish(self) -> torch.Tensor:
+        while self.sends:
+            self.sends.popleft().wait()
+        return self.loss_sum
+
+
+def forward_program(program: Program) -> Program:
+    """Return the forward operations of a program, for evaluation."""
+    return tuple(op for op in program if op.kind in ("F", "SF", "RF"))

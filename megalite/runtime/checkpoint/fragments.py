@@ -1,0 +1,55 @@
+"""What each rank says of its shard, and the manifest that is made of it. Does not import torch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megalite.core.base.slices import Slice
+from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from megalite.runtime.checkpoint.safetensors_io import num_bytes
+
+
+class SavedBox(NamedTuple):
+    """A box of a logical tensor that one rank writes.
+
+    Attributes:
+        kind, name: kind and name of the tensor in the manifest.
+        dtype: type in the file, as safetensors spells it.
+        shape: shape of the full tensor.
+        box: its place in the tensor; in a fragment, `at` is its first byte in the shard.
+    """
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Slice
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.dtype, self.box.shape)
+
+    def to_json(self) -> list[object]:
+        """The form it takes in jobs and fragments: [kind, name, dtype, shape, at, offset, shape of the box]."""
+        return [*self[:4], *self.box.to_json()]
+
+    @classmethod
+    def from_json(cls, entry: list[Any]) -> SavedBox:
+        """Read what `to_json` made."""
+        kind, name, dtype, shape, at, offset, extent = entry
+        return cls(kind, name, dtype, tuple(shape), Slice(tuple(offset), tuple(extent), at))
+
+
+def assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:
+    """Make the manifest of a save from its head and the fragments of all ranks."""
+    files: list[FileEntry] = []
+    boxes: dict[tuple[str, str, str, tuple[int, ...]], list[tuple[int, Slice]]] = {}
+    for number, fragment in enumerate(fragments):
+        f = fragment["file"]
+        files.append(FileEntry(f["name"], f["size"], f["header"], tuple(f["crc32"])))
+        for saved in map(SavedBox.from_json, fragment["boxes"]):
+            boxes.setdefault(saved[:4], []).append((number, saved.box))
+    tensors: dict[str, dict[str, TensorEntry]] = {}
+    for (kind, name, dtype, shape), located in boxes.items():
+        tensors.setdefault(kind, {})[name] = TensorEntry(dtype, shape, tuple(located))
+    return Manifest(head["run_id"], head["step"], head["topology"], head["meta"], tuple(files), tensors)

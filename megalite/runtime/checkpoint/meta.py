@@ -1,0 +1,135 @@
+"""Checks of a manifest's `meta`, which is untrusted input: types and ranges, before any use.
+
+Every entry is optional here (imported weights have no data, for example); `require_entries` checks those that a reader
+needs. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.core.options.values import fits
+from megalite.runtime.base.untrusted import MAX_TEMPLATE
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
+from megalite.runtime.options.fields import GROUPS, TYPES
+
+# Far beyond any run; the product of two still fits into 128 bits.
+MAX_COUNT = 10**12
+_MAX_INT, _MAX_TEXT, _MAX_ITEMS, _MAX_DEPTH = 1 << 64, 4096, 100_000, 5
+
+
+class BadMeta(Exception):
+    """An entry breaks a rule; the message names both."""
+
+
+def check_meta(meta: Any, step: int) -> dict[str, Any]:
+    """Return a manifest's `meta` if every entry has the type, range and size that a run writes.
+
+    Args:
+        meta: parsed JSON.
+        step: the manifest's own step, which an entry of that name must equal.
+
+    Raises:
+        BadMeta: an entry breaks a rule.
+    """
+    if not isinstance(meta, dict):
+        raise BadMeta("meta is missing")
+    if len(meta) > 64 or not _is_plain({key: item for key, item in meta.items() if key != "chat_template"}, _MAX_DEPTH):
+        rule = (
+            f"at most {_MAX_ITEMS} items, {_MAX_TEXT} characters and {_MAX_DEPTH} levels, integers within 2^64, no NaN"
+        )
+        raise BadMeta(f"meta holds a value that no run writes ({rule})")
+    for key, (is_valid, rule) in _ENTRIES.items():
+        if key in meta and not is_valid(meta[key]):
+            raise BadMeta(f"meta.{key} {meta[key]!r:.60} must be {rule}")
+    if meta.get("step", step) != step:
+        raise BadMeta(f"meta.step {meta['step']} differs from the manifest's step {step}")
+    for section, options in meta.get("config", {}).items():
+        for name, value in options.items():
+            if section in GROUPS and name in TYPES and not fits(TYPES[name], value):
+                raise BadMeta(f"meta.config.{section}.{name} {value!r:.60} is not a value of that option")
+    return meta
+
+
+def require_entries(meta: Mapping[str, Any], names: Iterable[str], path: Path) -> None:
+    """Raise `BadCheckpoint` unless `meta` has the entries ("a" or "a.b") that a reader needs."""
+    for name in names:
+        node: Any = meta
+        for key in name.split("."):
+            if key not in node:
+                raise BadCheckpoint(str(path), f"its manifest has no meta.{name}", "use a checkpoint that a run saved")
+            node = node[key]
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Whether JSON content is small and free of NaN and infinity."""
+    if isinstance(value, dict | list):
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        return depth > 0 and len(value) <= _MAX_ITEMS and all(_is_plain(item, depth - 1) for item in items)
+    if isinstance(value, str):
+        return len(value) <= _MAX_TEXT
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or abs(value) <= _MAX_INT
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_template(value: Any) -> bool:
+    return _is_text(value) and len((value or "").encode(errors="surrogatepass")) <= MAX_TEMPLATE
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(options, dict) for options in value.values())
+
+
+def _are_scalars(value: Any) -> bool:
+    """Whether a value holds the numbers of optimizer and loss scale, none negative."""
+    if not isinstance(value, dict) or not all(type(n) in (int, float) and n >= 0 for n in value.values()):
+        return False
+    counts = ("num_steps", "loss_scale_good_steps", "loss_scale_chances")
+    whole = all(_is_count(n) for key, n in value.items() if key in counts)
+    return whole and value.get("loss_scale", 1) > 0
+
+
+def _is_hf(value: Any) -> bool:
+    """Whether a value holds the type of imported weights, and ids of special tokens: none, one or several."""
+    if not isinstance(value, dict) or not _is_text(value.get("dtype")):
+        return False
+    ids = [i for key, n in value.items() if key != "dtype" for i in (n if isinstance(n, list) else [n])]
+    return all(i is None or _is_count(i) for i in ids)
+
+
+def _are_losses(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 1000 and all(type(loss) in (int, float) for loss in value)
+
+
+def _is_blend(value: Any) -> bool:
+    """Whether a value is empty, or counts samples taken from each set, all of them before a position."""
+    if not isinstance(value, dict) or not value:
+        return value == {}
+    taken = value.get("taken")
+    return isinstance(taken, list) and all(map(_is_count, taken)) and value.get("position") == sum(taken)
+
+
+_ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("step", "consumed_samples", "skipped_steps"), (_is_count, f"an integer from 0 to {MAX_COUNT}")),
+    **dict.fromkeys(("data_hash", "valid_data_hash", "tokenizer_sha256"), (_is_text, "text or null")),
+    "chat_template": (_is_template, f"text of at most {MAX_TEMPLATE} bytes, or null"),
+    "data_version": (lambda value: type(value) is int and value in (1, 2, 3), "1, 2 or 3"),
+    "mask_version": (lambda value: value == 2, "2"),
+    "blend": (_is_blend, "samples taken of each set, which sum to a position"),
+    "loss_history": (_are_losses, "a list of at most 1000 numbers"),
+    "scalars": (_are_scalars, "numbers of the optimizer and the loss scale"),
+    "config": (_are_sections, "sections of options"),
+    "hf": (_is_hf, "a type and ids of special tokens"),
+}

@@ -1,0 +1,290 @@
+"""Upload checkpoints to a store, in a thread of each rank's writer: shards first, COMMIT last.
+
+A checkpoint lies there as NAME-ID, where ID is the save's: what an interrupted upload or another run left never mixes
+with it. Ranks meet in the store: each leaves its fragment of the manifest beside its shard, and rank 0 commits when all
+are there and all shards have their sizes. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.core.base.errors import describe
+from megalite.runtime.checkpoint import remote
+from megalite.runtime.checkpoint.fragments import assemble
+from megalite.runtime.checkpoint.manifest import Manifest, commit_text
+from megalite.runtime.places.store import MissingObject, Store, StoreError
+
+# How much longer than their patience rank 0 waits for the parts of the other ranks, once its own has arrived; and three
+# times as long as its own took.
+_PATIENCE_S = 300.0
+# How long there is nothing to upload before what failed last is tried again; less for those with less patience.
+_IDLE_S = 60.0
+# Files of a run besides its checkpoints that are uploaded with them.
+METRICS = "metrics.jsonl"
+RUN_FILES = ("config.yaml", METRICS)
+
+
+class TakenError(Exception):
+    """Another run writes to this place of the store."""
+
+
+@dataclass
+class Part:
+    """One rank's part of a checkpoint, on the local disk.
+
+    Attributes:
+        job: the writer's job.
+        descriptor: open file of the shard: the local checkpoint may be renamed or pruned meanwhile. Of a whole
+            checkpoint, its folder.
+        fragment: this rank's fragment of the manifest; {} if all of the checkpoint is to be uploaded.
+        failed: whether its last upload failed, and may be repeated.
+    """
+
+    job: dict[str, Any]
+    descriptor: int
+    fragment: dict[str, Any]
+    failed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Folder in the store."""
+        return f"{self.job['name']}-{self.job['save_id']}"
+
+    def close(self) -> None:
+        """Close the shard."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+
+class Uploader:
+    """Upload parts one after the other, in a thread.
+
+    Args:
+        url: the run's checkpoints folder in the store.
+        report: called with {"upload": name, "seconds", "error", "taken", "problems"} after each, {"note": text} before.
+        patience: seconds for which what fails is tried again while the store is away.
+    """
+
+    def __init__(self, url: str, report: Callable[[dict[str, Any]], None], patience: float) -> None:
+        self._report, self._url, self._patience = report, url, patience
+        self._parts: queue.Queue[Part] = queue.Queue()
+        self._held: Part | None = None
+        # What is not known to be committed, oldest first.
+        self._left = list[Part]()
+        self._store: Store | None = None
+        threading.Thread(target=self._serve, name="upload", daemon=True).start()
+
+    def add(self, part: Part) -> None:
+        """Upload a part, or hold it until `release` if its job says so; it replaces one that is held."""
+        if self._held is not None:
+            self._held.close()
+            _remove_unshared(self._held)
+            self._held = None
+        if part.job["remote"]["hold"]:
+            self._held = part
+        else:
+            self._parts.put(part)
+
+    def release(self, name: str) -> bool:
+        """Upload the part that is held, or again one that failed, by its name; return whether there is one."""
+        held, self._held = self._held, None
+        part = next((part for part in (held, *self._failed()) if part is not None and part.name == name), None)
+        if part is not None:
+            self._parts.put(part)
+        return part is not None
+
+    def _failed(self) -> list[Part]:
+        """List what failed last, newest first."""
+        return [part for part in reversed([*self._left]) if part.failed]
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                part = self._parts.get(timeout=min(_IDLE_S, max(1.0, self._patience)) if self._left else None)
+            except queue.Empty:
+                self._retry()
+                continue
+            if part.descriptor < 0:  # uploaded meanwhile, which has been reported
+                continue
+            if not any(part is other for other in self._left):
+                self._left.append(part)
+            self._report(self._attempt(part))
+
+    def _retry(self) -> None:
+        """While there is nothing else to upload, repeat what failed last, or look whether rank 0 has committed."""
+        part = next(iter(self._failed()), None)
+        if part is None:
+            self._forget_committed()
+        # A failure has been counted and reported already.
+        elif not (answer := self._attempt(part))["error"] or answer["taken"]:
+            self._report(answer)
+
+    def _attempt(self, part: Part) -> dict[str, Any]:
+        started = time.monotonic()
+        answer: dict[str, Any] = {"upload": part.name, "error": "", "taken": False, "problems": []}
+        try:
+            self._store = self._store or Store(self._url, lambda text: self._report({"note": text}), self._patience)
+            answer["problems"] = _upload(self._store, part, self._patience)
+            # The parts of other hosts may still fail.
+            if part.job["rank"] == 0 or part.job["remote"]["shared"]:
+                self._forget(part)
+        except TakenError as e:
+            answer |= {"error": str(e), "taken": True}
+        except Exception as e:
+            answer["error"] = str(e) if isinstance(e, StoreError) else describe(e)
+        part.failed = bool(answer["error"]) and not answer["taken"]
+        self._forget_committed()
+        return answer | {"seconds": time.monotonic() - started}
+
+    def _forget_committed(self) -> None:
+        """Forget the parts up to the newest that is committed, and the oldest if there are too many of a kind."""
+        with contextlib.suppress(StoreError):
+            store = self._store or Store(self._url, patience=self._patience)
+            for part in self._left[::-1]:
+                if part in self._left and not part.failed and remote.exists(store, f"{part.name}/COMMIT"):
+                    self._forget(part)
+        for is_full in (True, False):
+            kind = [part for part in self._left if part.job["full"] == is_full]
+            if old := kind[: -kind[-1].job["remote"]["keep_last"]] if kind else []:
+                self._forget(old[-1])
+
+    def _forget(self, last: Part) -> None:
+        """Forget a part, and older full ones if it is full. Without a shared folder they were all that there was."""
+        older = self._left[: self._left.index(last)]
+        for part in [*(p for p in older if last.job["full"] and p.job["full"]), last]:
+            part.close()
+            _remove_unshared(part)
+            self._left.remove(part)
+
+
+def _upload(store: Store, part: Part, patience: float) -> list[str]:
+    if not part.fragment:
+        return _upload_whole(store, part)
+    started = time.monotonic()
+    send_part(store, part)
+    patience += _PATIENCE_S + 3 * (time.monotonic() - started)
+    return commit_part(store, part, patience) if part.job["rank"] == 0 else []
+
+
+def send_part(store: Store, part: Part) -> None:
+    """Upload a rank's shard, then its fragment of the manifest."""
+    file = part.fragment["file"]
+    # By its descriptor: the name may be another by now.
+    store.upload(f"{part.name}/{file['name']}", f"/dev/fd/{part.descriptor}", file["size"])
+    store.write(f"{part.name}/rank_{part.job['rank']:05d}.json", json.dumps(part.fragment).encode())
+
+
+def _remove_unshared(part: Part) -> None:
+    """Remove a part that other hosts do not see from the local disk: alone, it is no checkpoint."""
+    if part.job["remote"]["shared"]:
+        return
+    folder, rank = Path(part.job["temporary"]), part.job["rank"]
+    with contextlib.suppress(OSError):  # other ranks of this host may still be uploading theirs
+        for suffix in ("safetensors", "json"):
+            (folder / f"rank_{rank:05d}.{suffix}").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def commit_part(store: Store, part: Part, patience: float) -> list[str]:
+    """Wait for the parts of all ranks, and commit; `part` is rank 0's. Return what of the rest failed.
+
+    Raises:
+        StoreError: a part did not come in `patience` seconds, or the store does not take the commit.
+        TakenError: the place is another run's.
+    """
+    job = part.job
+    deadline = time.monotonic() + patience
+    names = [f"{part.name}/rank_{rank:05d}.json" for rank in range(job["world"])]
+    fragments = [_wait_for(store, name, job["save_id"], deadline, patience) for name in names]
+    manifest = assemble(job["manifest"], fragments)
+    data = manifest.to_json()
+    Manifest.from_json(data, "manifest of this save")
+    return _publish(store, part, manifest, data, names)
+
+
+def _upload_whole(store: Store, part: Part) -> list[str]:
+    """Upload a checkpoint that an earlier process of the run has committed on the local disk."""
+    here = Path(f"/dev/fd/{part.descriptor}")
+    data = (here / "manifest.json").read_bytes()
+    manifest = Manifest.from_json(data, str(here))
+    for entry in manifest.files:
+        store.upload(f"{part.name}/{entry.name}", str(here / entry.name), entry.size)
+    return _publish(store, part, manifest, data, [])
+
+
+def _publish(store: Store, part: Part, manifest: Manifest, data: bytes, fragments: list[str]) -> list[str]:
+    """Commit what has arrived, and do what can only be done afterwards; return what of that failed."""
+    job, sizes = part.job, store.names(part.name)
+    for entry in manifest.files:
+        if sizes.get(entry.name) != entry.size:
+            raise StoreError(f"{store.url}/{part.name}/{entry.name}", f"has {sizes.get(entry.name)} bytes there")
+    _check_owner(store, job)
+    # Before COMMIT: who resumes from it on another disk has the metrics up to there.
+    problems = list[str]()
+    if job["root"]:
+        run_dir = Path(job["root"]).parent
+        problems = _try("config and metrics are not uploaded", lambda: _upload_run_files(store, run_dir))
+    if job["full"]:
+        # Before COMMIT too: a later one that is abandoned must not be what the next start takes.
+        remote.set_aside(store, part.name, job["remote"])
+    store.write(f"{part.name}/manifest.json", data)
+    store.write(f"{part.name}/COMMIT", commit_text(data))
+    # From here on it exists; nothing that fails undoes it.
+    problems += _try("the fragments remain", lambda: store.delete(fragments))
+    return problems + (_try("older ones remain", lambda: _tidy(store, part)) if job["full"] else [])
+
+
+def _try(problem: str, step: Callable[[], None]) -> list[str]:
+    """Do what a checkpoint can do without; return the problem if that failed."""
+    try:
+        step()
+    except (OSError, StoreError) as e:
+        return [f"{problem} ({e})"]
+    return []
+
+
+def _check_owner(store: Store, job: dict[str, Any]) -> None:
+    owner = store.read(remote.OWNER).decode(errors="replace")
+    if owner != job["remote"]["owner"]:
+        raise TakenError(f"{store.url} has been taken by run {remote.describe(owner)}")
+
+
+def _tidy(store: Store, part: Part) -> None:
+    # What another run has saved since it took the place is not this run's to prune.
+    _check_owner(store, part.job)
+    remote.tidy(store, part.name, part.job["remote"])
+
+
+def _wait_for(store: Store, name: str, save_id: str, deadline: float, patience: float) -> dict[str, Any]:
+    pause = 0.05
+    while True:
+        try:
+            fragment = json.loads(store.read(name))
+        except MissingObject:
+            if time.monotonic() > deadline:
+                raise StoreError(f"{store.url}/{name}", f"did not arrive in {patience:.0f} s") from None
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
+            continue
+        if fragment["save_id"] != save_id:
+            raise StoreError(f"{store.url}/{name}", "belongs to another save")
+        return fragment
+
+
+def _upload_run_files(store: Store, run_dir: Path) -> None:
+    for name in RUN_FILES:
+        path = run_dir / name
+        if path.exists():
+            # Read at once: the run is still writing to it.
+            store.parent.write(name, path.read_bytes())

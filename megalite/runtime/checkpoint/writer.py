@@ -1,0 +1,219 @@
+"""The process that writes one rank's shard while training continues; the one of rank 0 also commits.
+
+It is a separate interpreter without torch: it starts in a fraction of a second, shares no lock and no CUDA context with
+the training process, and a failure in it is a message or an exit, never a lost thread. It receives snapshots as a
+descriptor of shared memory. Ranks meet on the disk: each writer leaves a fragment of the manifest beside its shard, and
+the writer of rank 0 waits for all fragments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megalite.runtime.base.child import readable, writable
+from megalite.runtime.base.collector import without_collector
+from megalite.runtime.base.waits import on_wait
+from megalite.runtime.checkpoint.commit import commit, read_fragment, tidy
+from megalite.runtime.checkpoint.fragments import SavedBox, assemble
+from megalite.runtime.checkpoint.manifest import box_key
+from megalite.runtime.checkpoint.safetensors_io import make_header, sync_folder, write_file
+from megalite.runtime.checkpoint.upload import Part, Uploader
+from megalite.runtime.places.lock import taken_by
+
+# Who waits for uploads hears this often that they go on: attempts are bounded, but may outlast a watchdog's patience.
+_SIGN_S = 5.0
+# The answer of a writer that was asked to abandon its job.
+ABANDONED = "another rank's write failed"
+
+
+class _AbandonedSave(Exception):
+    """Another rank failed; this save will not be committed."""
+
+
+def send(channel: socket.socket, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+    """Send a JSON message and file descriptors."""
+    data = json.dumps(message).encode()
+    socket.send_fds(channel, [struct.pack("<Q", len(data))], list(descriptors))
+    channel.sendall(data)
+
+
+def say(channel: socket.socket, message: dict[str, Any]) -> None:
+    """Send to the training process, if it is there. A note is dropped while many are unread: no upload waits for that.
+
+    A notebook may read nothing for hours.
+    """
+    if "note" not in message or writable(channel.fileno()):
+        with contextlib.suppress(OSError):
+            send(channel, message)
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Receive a message and its file descriptors; return None when the other side is gone."""
+    try:
+        head, descriptors, _, _ = socket.recv_fds(channel, 8, 1)
+        while 0 < len(head) < 8:
+            more = channel.recv(8 - len(head))
+            head = head + more if more else b""
+        if not head:
+            return None
+        (length,) = struct.unpack("<Q", head)
+        data = bytearray()
+        while len(data) < length:
+            chunk = channel.recv(min(1 << 20, length - len(data)))
+            if not chunk:
+                return None
+            data += chunk
+    except ConnectionResetError:
+        # The other side was killed before it read our message.
+        return None
+    return json.loads(data), descriptors
+
+
+def main(descriptor: int) -> None:
+    """Serve jobs from the socket `descriptor` until the training process closes it."""
+    # Training has priority on the cores; while it waits for a save, the save has them to itself.
+    os.nice(15)
+    channel = socket.socket(fileno=descriptor)
+    buffer: mmap.mmap | None = None
+    uploader: Uploader | None = None
+    talking, signed = threading.Lock(), 0.0
+
+    def answer(message: dict[str, Any]) -> None:
+        with talking:
+            say(channel, message)
+
+    def sign() -> None:
+        nonlocal signed
+        if time.monotonic() > signed + _SIGN_S:
+            signed = time.monotonic()
+            answer({"note": ""})
+
+    on_wait.append(sign)
+    while (message := receive(channel)) is not None:
+        job, descriptors = message
+        if "abandon" in job:
+            continue
+        if "release" in job:
+            if uploader is None or not uploader.release(job["release"]):
+                answer({"upload": job["release"], "error": "the process that held it died", "taken": False})
+            continue
+        if descriptors:
+            buffer = mmap.mmap(descriptors[0], job["capacity"])
+            os.close(descriptors[0])
+        if job.get("remote") and uploader is None:
+            uploader = Uploader(job["remote"]["url"], answer, job["remote"]["patience"])
+        if "whole" in job and uploader is not None:
+            uploader.add(Part(job, os.open(job["whole"], os.O_RDONLY), {}))
+            continue
+        answer(_serve(job, buffer, channel, uploader))
+
+
+def _serve(
+    job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket, uploader: Uploader | None = None
+) -> dict[str, Any]:
+    try:
+        part = _write_shard(job, buffer, channel)
+        try:
+            commits = job["rank"] == 0 and _has_all_parts(job)
+            outcome = _commit(job, channel) if commits else {"ok": True}
+        except BaseException:
+            part.close()
+            raise
+        if uploader is not None:
+            uploader.add(part)
+        else:
+            part.close()
+        return outcome
+    except _AbandonedSave:
+        return {"error": ABANDONED}
+    except OSError as e:
+        name = errno.errorcode.get(e.errno or 0, "OSError")
+        where = e.filename or job["temporary"]
+        return {"error": f"{where}: {name} ({e.strerror}) while writing {job['num_bytes']:,} bytes"}
+    except Exception as e:
+        return {"error": f"{job['temporary']}: {type(e).__name__}: {e}"}
+
+
+def _has_all_parts(job: dict[str, Any]) -> bool:
+    """Whether the parts of all ranks are on this host's disk, or else meet in the store."""
+    return not job.get("remote") or job["remote"]["shared"]
+
+
+def _check_parent(channel: socket.socket) -> None:
+    """Stop when the training process is gone or has abandoned this save."""
+    if readable(channel.fileno(), 0):
+        message = receive(channel)
+        if message is None:
+            os._exit(1)
+        raise _AbandonedSave
+
+
+def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket) -> Part:
+    """Write `rank_NNNNN.safetensors` from the snapshot, then `rank_NNNNN.json`, which marks it as complete."""
+    temporary = Path(job["temporary"])
+    stem = f"rank_{job['rank']:05d}"
+    boxes = [SavedBox.from_json(entry) for entry in job["boxes"]]
+    keys = [box_key(b.kind, b.name, b.box.offset) for b in boxes]
+    header, begins = make_header((key, b.dtype, b.box.shape) for key, b in zip(keys, boxes))
+    data = memoryview(buffer)[: job["num_bytes"]] if buffer is not None else memoryview(b"")
+    path = temporary / f"{stem}.safetensors"
+    if not _has_all_parts(job):
+        temporary.mkdir(exist_ok=True)
+    try:
+        size, crcs = write_file(path, [header, data], lambda: _check_parent(channel))
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
+    finally:
+        data.release()
+    fragment = {
+        "save_id": job["save_id"],
+        "file": {"name": path.name, "size": size, "header": len(header), "crc32": crcs},
+        "boxes": [b._replace(box=replace(b.box, at=begins[key])).to_json() for key, b in zip(keys, boxes)],
+    }
+    if not _has_all_parts(job):
+        # All that a later process needs to upload it, if this one cannot.
+        keys_of_job = ("name", "full", "save_id", "rank", "world", "manifest", "remote")
+        fragment["job"] = {key: job[key] for key in keys_of_job if key in job}
+    write_file(temporary / f"{stem}.json.part", [json.dumps(fragment).encode()])
+    sync_folder(temporary)
+    part = Part(job, os.open(path, os.O_RDONLY), fragment)
+    # Last: from here on rank 0 may commit, and the folder has another name.
+    os.rename(temporary / f"{stem}.json.part", temporary / f"{stem}.json")
+    return part
+
+
+def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
+    """Wait for the fragments of all ranks, commit, then update `latest` and prune."""
+    root, temporary = Path(job["root"]), Path(job["temporary"])
+    fragments: list[dict[str, Any]] = []
+    while len(fragments) < job["world"]:
+        path = temporary / f"rank_{len(fragments):05d}.json"
+        fragment = read_fragment(path)
+        if fragment is None:
+            _check_parent(channel)
+            time.sleep(0.01)
+            continue
+        if fragment["save_id"] != job["save_id"]:
+            raise RuntimeError(f"{path} belongs to another save: two jobs are writing here")
+        fragments.append(fragment)
+    with without_collector():
+        manifest = assemble(job["manifest"], fragments)
+    for rank in range(job["world"]):
+        (temporary / f"rank_{rank:05d}.json").unlink()
+    if other := taken_by(Path(job["lock"]["path"]), job["lock"]["text"]):
+        raise RuntimeError(f"the folder has been taken by {other}")
+    moved = commit(root, temporary, job["name"], manifest, job["aside"])
+    problems = tidy(root, job["name"], job["keep_last"], job["keep"]) if job["full"] else []
+    return {"ok": True, "moved": moved, "problems": problems}

@@ -1,0 +1,224 @@
+"""Open the datasets of a run from the command line's data arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger, warn_on_rank_0
+from megalite.runtime.data.binary import AT_START
+from megalite.runtime.data.blend import BlendedDataset
+from megalite.runtime.data.packing import LossMask, PackedDataset, mask_path
+from megalite.runtime.data.samples import Dataset, GPTDataset, split_documents
+from megalite.runtime.data.sidecar import read_sidecar
+from megalite.runtime.data.tokenizer import Tokenizer
+from megalite.runtime.data.tokens import IndexedDataset
+
+_DATA_RULE = "must be one PREFIX, or WEIGHT PREFIX pairs"
+_DATA_REMEDY = "use --data books, for example, or --data 0.7 web 0.3 books"
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Training and evaluation data; the latter is None if its part of the split is 0 or it was not requested."""
+
+    train: Dataset
+    valid: Dataset | None
+
+    def use_version(self, version: int) -> None:
+        """Read the samples in the order of a version of the data, and hash the files as it does."""
+        for dataset in (self.train, self.valid):
+            if dataset is not None:
+                dataset.version = version
+
+    def identity(self) -> str:
+        """Return what the ranks compare, see `Dataset.identity`."""
+        return self.train.identity() + (f"; {self.valid.identity()}" if self.valid is not None else "")
+
+    def position_meta(self, consumed_samples: int) -> dict[str, Any]:
+        """Return what a checkpoint records so that a resumed run need not follow a blend from its beginning."""
+        if not isinstance(self.train, BlendedDataset):
+            return {}
+        position, taken = self.train.order.mark_before(consumed_samples)
+        return {"blend": {"position": position, "taken": taken.tolist()}}
+
+    def resume_position(self, meta: Mapping[str, Any]) -> None:
+        """Start where `position_meta` was taken, if a checkpoint has it and it is of this blend."""
+        recorded = meta.get("blend", {})
+        if isinstance(self.train, BlendedDataset) and len(recorded.get("taken", ())) == len(self.train.weights):
+            self.train.order.start_from(recorded["position"], recorded["taken"])
+
+    def content_hashes(self) -> dict[str, str | None]:
+        """Return what identifies the data in a checkpoint's metadata."""
+        train, valid = self.train.content_hash(), self.valid.content_hash() if self.valid is not None else None
+        trained_on = _sources(self.train)
+        for content, prefix in _sources(self.valid).items():
+            if content in trained_on:
+                logger.warning(f"--valid-data {prefix} is also in --data: evaluation reads what is trained on")
+        return {"data_hash": train, "valid_data_hash": valid}
+
+
+def parse_data(data: Sequence[str]) -> list[tuple[float, str]]:
+    """Return (weight, prefix) of each set of `--data PREFIX` or `--data 0.7 A 0.3 B`.
+
+    Raises:
+        UserError: the argument has neither form.
+    """
+    given = f"--data {' '.join(data)}"
+    if len(data) == 1:
+        return [(1.0, data[0])]
+    if not data or len(data) % 2:
+        raise UserError(given, _DATA_RULE, _DATA_REMEDY)
+    blend = []
+    for weight, prefix in zip(data[::2], data[1::2]):
+        try:
+            blend.append((float(weight), prefix))
+        except ValueError:
+            raise UserError(given, f"{_DATA_RULE}, and {weight!r} is not a number", _DATA_REMEDY) from None
+    return blend
+
+
+def prefixes_of(data: Sequence[str]) -> list[str]:
+    """List the prefixes named by `--data`, in order."""
+    return [prefix for _, prefix in parse_data(data)]
+
+
+def build_datasets(
+    data: Sequence[str],
+    *,
+    split: str,
+    seq_len: int,
+    seed: int,
+    shuffle: bool = True,
+    vocab_size: int | None = None,
+    valid_data: Sequence[str] = (),
+    evaluate: bool = True,
+    document_mask: bool = False,
+    loss_on: Literal["answers", "all", "last"] | None = None,
+    loss_per: Literal["token", "sample"] = "token",
+    long_documents: Literal["cut", "drop"] = "cut",
+    share: tuple[int, int] = (0, 1),
+) -> Datasets:
+    """Open, check and split the data.
+
+    Args:
+        data: the words after `--data`: [PREFIX] or ["0.7", "A", "0.3", "B"].
+        split: parts of train, valid, test, by documents of each set; not applied when `valid_data` is given. The test
+            part is held out and never read here.
+        seq_len, seed: tokens per sample, and seed of the order of samples.
+        shuffle: shuffle samples within an epoch; evaluation always reads in order.
+        vocab_size: ids must be below it.
+        valid_data: evaluation data, as `data`; all of its documents are used.
+        evaluate: whether evaluation data is required: then a split of it that is shorter than a sample is an error,
+            otherwise there is no evaluation data.
+        document_mask: mark where documents begin in samples of continuous text; packed samples always do.
+        loss_on, loss_per, long_documents: see `LossMask` and `PackedDataset`. By default, data with a loss mask learn
+            their answers, others every token.
+        share: (rank, world): the ranks share the checking of the files, see `IndexedDataset.verify`.
+
+    Raises:
+        UserError: files missing, changed, damaged or of a larger vocabulary, a split shorter than one sample.
+    """
+    sources = _open(data, vocab_size, share)
+    train, valid, _ = zip(*(split_documents(indexed.num_documents, split) for _, indexed in sources))
+    kind = partial(_dataset_of, document_mask=document_mask, on=loss_on, per=loss_per, long_documents=long_documents)
+    make = partial(_dataset, kind, seq_len=seq_len, seed=seed, vocab_size=vocab_size)
+    if valid_data:
+        logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
+        valid_set = make("valid", _open(valid_data, vocab_size, share), shuffle=False)
+        return Datasets(make("train", sources, shuffle=shuffle), valid_set)
+    has_valid = any(float(weight) > 0 for weight in split.split(",")[1:2])
+    if has_valid and not evaluate and _short(sources, valid, seq_len):
+        logger.info(f"no evaluation at the end: the validation part of --split {split} is shorter than a sample")
+        has_valid = False
+    evaluation = make("valid", sources, valid, shuffle=False) if has_valid else None
+    return Datasets(make("train", sources, train, shuffle=shuffle), evaluation)
+
+
+def _sources(dataset: Dataset | None) -> dict[str, str]:
+    """Return the prefixes of a dataset's token files by the hash of their content; none where there are no files."""
+    sets = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    return {d.content_hash(): d.indexed.prefix for d in sets if isinstance(d, GPTDataset | PackedDataset)}
+
+
+def _short(sources: Sequence[tuple[float, IndexedDataset]], documents: Sequence[tuple[int, int]], seq_len: int) -> bool:
+    """Whether a range of documents, one per source, is too short for a sample."""
+    for (_, source), (first, stop) in zip(sources, documents):
+        tokens = source.index.start_of(stop) - source.index.start_of(first)
+        if tokens <= (0 if mask_path(source.prefix).exists() else seq_len):
+            return True
+    return False
+
+
+def _dataset_of(
+    indexed: IndexedDataset, *, document_mask: bool, on: Any, per: str, long_documents: Any, **options: Any
+) -> GPTDataset | PackedDataset:
+    """Pack whole documents of data with a loss mask; take samples from the continuous text of other data."""
+    marked = mask_path(indexed.prefix).exists()
+    if marked and on is None:
+        logger.info(f"{indexed.prefix} has marked answers and they alone are learned (all tokens with --loss-on all)")
+    if marked or on not in (None, "all") or per == "sample":
+        mask = LossMask(indexed, on or "answers")
+        return PackedDataset(indexed, mask=mask, per_sample=per == "sample", long_documents=long_documents, **options)
+    return GPTDataset(indexed, document_mask=document_mask, **options)
+
+
+def _dataset(
+    kind: Callable[..., GPTDataset | PackedDataset],
+    name: str,
+    sources: Sequence[tuple[float, IndexedDataset]],
+    documents: Sequence[tuple[int, int] | None] | None = None,
+    **options: Any,
+) -> Dataset:
+    """Make one split of the sources, blended if there are several. `documents`: range of each, all by default."""
+    datasets = [
+        kind(indexed, split=name, documents=bounds, source=number, **options)
+        for number, ((_, indexed), bounds) in enumerate(zip(sources, documents or [None] * len(sources)))
+    ]
+    return datasets[0] if len(datasets) == 1 else BlendedDataset(datasets, [weight for weight, _ in sources])
+
+
+def _open(data: Sequence[str], vocab_size: int | None, share: tuple[int, int]) -> list[tuple[float, IndexedDataset]]:
+    opened, (rank, world), sources = [], share, parse_data(data)
+    for number, (weight, prefix) in enumerate(sources):
+        indexed, sidecar = IndexedDataset(prefix, check=False), read_sidecar(prefix)
+        # A small source has one block: not all of them on rank 0.
+        turn = (rank + number) % world if indexed.sums else rank
+        indexed.verify(turn, world, AT_START // len(sources))
+        if sidecar is not None and vocab_size is not None and sidecar["vocab_size"] > vocab_size:
+            raise UserError(
+                f"--vocab-size {vocab_size}",
+                f"{prefix} was made by a tokenizer of {sidecar['vocab_size']} entries",
+                f"use --vocab-size {sidecar['vocab_size']} or pass its --tokenizer",
+            )
+        opened.append((weight, indexed))
+    return opened
+
+
+def check_tokenizer_matches(prefixes: str | Path | Sequence[str], tokenizer: Tokenizer) -> None:
+    """Refuse data that another tokenizer made; warn once, on rank 0, about data without `PREFIX.json`.
+
+    Raises:
+        UserError: the tokenizer's SHA-256 is not the data's.
+    """
+    unchecked = []
+    for prefix in [prefixes] if isinstance(prefixes, str | Path) else prefixes:
+        sidecar = read_sidecar(prefix)
+        if sidecar is None:
+            # Missing data are reported by whoever opens them.
+            unchecked += [f"{prefix}.json"] if Path(f"{prefix}.idx").exists() else []
+        elif sidecar["tokenizer_sha256"] != tokenizer.sha256:
+            made_by = f"{sidecar.get('tokenizer_kind')} tokenizer with SHA-256 {sidecar['tokenizer_sha256']}"
+            raise UserError(
+                f"--tokenizer {tokenizer.path} with SHA-256 {tokenizer.sha256}",
+                f"{prefix} was made by a {made_by}",
+                "use that tokenizer, or preprocess the text again with this one",
+            )
+    if unchecked:
+        others = len(unchecked) - 1
+        more = f" (so {'is 1 other' if others == 1 else f'are {others} others'})" if others else ""
+        warn_on_rank_0(f"{unchecked[0]} is missing{more}: cannot check that {tokenizer.path} made this data")

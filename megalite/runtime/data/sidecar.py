@@ -1,0 +1,112 @@
+"""`PREFIX.json`, written by preprocessing beside `PREFIX.bin` and `.idx`: the tokenizer, and checksums of every byte.
+
+Checksums of a file: of every block of 32 KiB the first 8 bytes of its SHA-256, so that training can check each block
+when it first reads it, and one SHA-256 over those of all blocks ("root"). A sample of 8,192 ids of 4 bytes then reads
+twice its bytes. Older data have blocks of 256 KiB, and the SHA-256 of the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import warn_on_rank_0
+from megalite.runtime.base.untrusted import BadFile, read_json
+
+BLOCK = 32 << 10
+_OLD_BLOCK = 256 << 10
+DIGEST = 8
+_MAX_BYTES = 1 << 20
+_REMEDY = "preprocess the text again, or remove the file"
+
+
+class Checksums(NamedTuple):
+    """Checksums of a file as preprocessing wrote it.
+
+    Attributes:
+        root: SHA-256 (hex) of the SHA-256 of all blocks; in older data, of the file.
+        blocks: the concatenated digests of its blocks.
+        block: bytes of a block.
+    """
+
+    root: str
+    blocks: bytes
+    block: int = BLOCK
+
+    def matches(self, block: int, data: bytes) -> bool:
+        """Whether these are the bytes that preprocessing wrote as a block."""
+        return hashlib.sha256(data).digest()[:DIGEST] == self.blocks[block * DIGEST : (block + 1) * DIGEST]
+
+
+def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
+    """Return the contents of `PREFIX.json`, None if there is no such file (data made by Megatron-LM).
+
+    Raises:
+        UserError: the file was not written by preprocessing.
+    """
+    content = _read(prefix)
+    if content is not None and not (type(content.get("vocab_size")) is int and "tokenizer_sha256" in content):
+        rule = "must hold tokenizer_sha256 and vocab_size, as preprocess_data.py writes them"
+        raise UserError(f"{prefix}.json", rule, _REMEDY)
+    return content
+
+
+def chat_template_of(prefixes: Iterable[str], learned: str | None = None) -> str | None:
+    """Return the chat template of a model that trains on these data; None if several templates wrote them.
+
+    Args:
+        prefixes: prefixes of the data.
+        learned: template of the checkpoint that the run starts from, used if no template wrote the data.
+
+    Raises:
+        UserError: as `read_sidecar`.
+    """
+    entries = ((prefix, (read_sidecar(prefix) or {}).get("chat_template")) for prefix in prefixes)
+    prefix_of = {template: prefix for prefix, template in entries if isinstance(template, str)}
+    if len(prefix_of) > 1:
+        names = " and ".join(sorted(prefix_of.values())[:2])
+        warn_on_rank_0(f"{names} were written by different chat templates: checkpoints and exports will have none")
+        return None
+    return next(iter(prefix_of), learned)
+
+
+def read_checksums(prefix: str | Path) -> dict[str, Checksums]:
+    """Return the checksums in `PREFIX.json` by file ("bin", "idx"); empty without it, or if it has none.
+
+    Raises:
+        UserError: they are malformed.
+    """
+    files = (_read(prefix) or {}).get("checksums", {})
+    try:
+        block = files.pop("block_bytes") if files else BLOCK
+        if block not in (BLOCK, _OLD_BLOCK):
+            raise ValueError
+        name_of_root = "root" if block == BLOCK else "sha256"
+        if any(len(bytes.fromhex(entry[name_of_root])) != 32 for entry in files.values()):
+            raise ValueError
+        return {
+            name: Checksums(entry[name_of_root], base64.b64decode(entry["blocks"], validate=True), block)
+            for name, entry in files.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
+        rule = "its checksums are not as preprocess_data.py writes them"
+        raise UserError(f"{prefix}.json", rule, _REMEDY) from None
+
+
+def _read(prefix: str | Path) -> dict[str, Any] | None:
+    path, data = Path(f"{prefix}.json"), Path(f"{prefix}.bin")
+    try:
+        # A block's digest takes 11 characters; there may be a mask of as many blocks.
+        content = read_json(path, _MAX_BYTES + 32 * ((data.stat().st_size if data.exists() else 0) // BLOCK))
+    except FileNotFoundError:
+        return None
+    except (OSError, BadFile) as e:
+        reason = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else str(e)
+        raise UserError(str(path), reason, _REMEDY) from None
+    if not isinstance(content, dict):
+        raise UserError(str(path), "must hold tokenizer_sha256 and vocab_size in a JSON object", _REMEDY)
+    return content

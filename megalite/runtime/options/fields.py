@@ -1,0 +1,98 @@
+"""Options by name: their types, groups and descriptions."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_type_hints
+
+from megalite.runtime.options.run import Config
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """Where to start from, and what to print instead of training."""
+
+    preset: str | None = None
+    """Model by name; --config files and flags override its options."""
+    config: tuple[str, ...] = ()
+    """YAML file of options, as --print-config writes it; repeatable, later files win."""
+    print_config: bool = False
+    """Print the resolved options as YAML, and exit."""
+    dry_run: bool = False
+    """Print layout, parameters and memory per rank, and exit."""
+    layout: Literal["auto"] | None = None
+    """Choose tp, cp, pp, micro-batch size and the rest of the layout to fit the available devices; layout flags that
+    you give are kept."""
+
+
+class OptionValue(NamedTuple):
+    """The value of an option, and the words to quote in an error."""
+
+    value: Any
+    written: str
+
+    @property
+    def source(self) -> str:
+        """The flag it was given with; `--x` and `--no-x` count as one."""
+        return self.written.split(" ")[0].replace("--no-", "--")
+
+
+Layer = dict[str, OptionValue]
+"""Options that one source gives, by name."""
+
+
+_HINTS = get_type_hints(Config)
+GROUPS: dict[str, type] = {group: _HINTS[group] for group in ("model", "parallel", "data", "train", "optim", "run")}
+"""Group of options (key of the YAML file, heading of the help) -> dataclass."""
+
+TYPES: dict[str, Any] = {
+    name: hint for cls in GROUPS.values() for name, hint in get_type_hints(cls, include_extras=True).items()
+}
+"""Option -> its type. Names are unique over the groups, so that flags need no prefix."""
+
+GROUP_OF: dict[str, str] = {f.name: group for group, cls in GROUPS.items() for f in dataclasses.fields(cls)}
+"""Option -> its group."""
+
+LAYOUT = (
+    *("tp", "cp", "ep", "etp", "pp", "vp", "sequence_parallel", "schedule", "micro_batch_size"),
+    *("recompute", "zero", "zero_group", "offload"),
+)
+"""Options that `--layout auto` chooses."""
+LAYOUT_DETAILS = ("cp_comm", "pipeline_layout", "zero_keep", "zero_reduce", "offload_dir")
+"""Options that belong to some of these choices only."""
+
+
+def help_texts(cls: type) -> dict[str, str]:
+    """Return the string under each field of a dataclass, read from the source, as Python does not keep it."""
+    texts = {} if cls.__base__ in (None, object) else help_texts(cls.__base__)
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    return texts | {
+        ast.unparse(field.target): str(under.value.value)
+        for field, under in zip(tree.body, tree.body[1:])
+        if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant)
+    }
+
+
+def by_group(config: Config) -> dict[str, dict[str, Any]]:
+    """Return all options, {group: {option: value}}, as files hold them."""
+    return {group: dataclasses.asdict(getattr(config, group)) for group in GROUPS}
+
+
+def with_options(config: Config, options: Mapping[str, Any]) -> Config:
+    """Return the config with other values of some options.
+
+    Raises:
+        UserError: they do not fit together.
+    """
+    groups: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, value in options.items():
+        groups[GROUP_OF[name]][name] = value
+    changed = {group: dataclasses.replace(getattr(config, group), **values) for group, values in groups.items()}
+    return dataclasses.replace(config, **changed)

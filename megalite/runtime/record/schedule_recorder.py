@@ -1,0 +1,102 @@
+"""Measured times of a pipeline step's operations (`--record-schedule`), read by `megalite schedule`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.core.base.log import logger
+from megalite.core.mesh import collectives
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.pipeline.executor import Executor
+from megalite.core.pipeline.observe import Observer
+from megalite.core.pipeline.schedule import Op, Schedule
+
+
+class Recorder(Observer):
+    """Writes the times of the operations of one pipeline, that of the first data- and tensor-parallel rank.
+
+    One JSON-lines file per pipeline rank: the schedule, then for each recorded step
+    {"step": n, "ops": [[op, begun, ready, done], ...]}, in seconds since a barrier before the step. `ready` is the
+    arrival of the message that the operation waits for. On a GPU, times are those of the enqueued work on the device.
+
+    Args:
+        folder: folder of the files.
+        ctx: this rank's axes.
+        executor: executor of the steps.
+        schedule: schedule that it runs.
+        steps: steps to record; may be empty.
+    """
+
+    def __init__(
+        self, folder: Path, ctx: ParallelContext, executor: Executor, schedule: Schedule, steps: range
+    ) -> None:
+        self.path = folder / f"pipeline_rank_{ctx.pp.rank}.jsonl"
+        self.ctx, self.executor, self.schedule = ctx, executor, schedule
+        self.steps = steps if ctx.grid.is_first_except(ctx.rank, "pp") else range(0)
+        self._marks: list[tuple[str, Any, Any, Any]] = []
+        self._begun: Any = None
+        self._ready: Any = None
+        self._has_header = False
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Record the operations that run inside the context, if `step` is to be recorded."""
+        if step not in self.steps:
+            yield
+            return
+        # A barrier: all ranks of the pipeline, on any host, leave it at the same time, the zero of their clocks.
+        barrier = torch.zeros(1, device=self.ctx.device)
+        collectives.all_reduce(barrier, self.ctx.pp).wait()
+        barrier.item()
+        self._marks = []
+        zero = self._now()
+        with self.executor.observed_by(self):
+            yield
+        self._write(step, zero)
+
+    def begin(self, op: Op) -> None:
+        """Note the start time, which is also `ready` unless a message arrives later."""
+        self._begun = self._ready = self._now()
+
+    def arrived(self) -> None:
+        """Note the arrival time."""
+        self._ready = self._now()
+
+    def end(self, op: Op) -> None:
+        """Note the end time, and keep all three."""
+        self._marks.append((str(op), self._begun, self._ready, self._now()))
+
+    def _now(self) -> Any:
+        if self.ctx.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.ctx.device, enable_timing=True)
+        event.record()
+        return event
+
+    def _write(self, step: int, zero: Any) -> None:
+        def seconds(mark: Any) -> float:
+            return mark - zero if isinstance(mark, float) else zero.elapsed_time(mark) / 1e3
+
+        if self._marks and not isinstance(zero, float):
+            self._marks[-1][3].synchronize()
+        ops = [[op, *(round(seconds(mark), 7) for mark in marks)] for op, *marks in self._marks]
+        lines = [{"step": step, "ops": ops}]
+        if not self._has_header:
+            s = self.schedule
+            header = {"schedule": s.name, "pp": s.pp, "vp": s.vp, "num_microbatches": s.num_microbatches}
+            lines.insert(0, {**header, "pipeline_rank": self.ctx.pp.rank, "device": self.ctx.device.type})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a" if self._has_header else "w") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+            self._has_header = True
+        except OSError as e:
+            logger.warning(f"--record-schedule: {self.path} cannot be written ({e.strerror}); recording stopped")
+            self.steps = range(0)

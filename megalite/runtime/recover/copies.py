@@ -1,0 +1,181 @@
+"""Copies of a rank's state in the memory of its guard: three whole ones, or two and a third that is being written.
+
+A copy is the tensors of `DistributedOptimizer.states`, also those that another rank owns, one after the other, then the
+run's other state as JSON. Weights are made from the masters.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megalite.core.mesh.collectives import gather_texts
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.sharding import StateTensor
+from megalite.runtime.recover.member import GuardedRank
+from megalite.runtime.recover.offsite import NUM_SLOTS, first_number, free_slot, make_slots
+
+# For the JSON, which grows with the number of saves; memory that is not written to is not allocated.
+_JSON_BYTES = 16 << 20
+_BITS = {4: torch.int32, 2: torch.int16}
+
+
+class Copies:
+    """Writes and reads the copies of this rank.
+
+    Args:
+        guard: who keeps them.
+        states: what this rank holds.
+        elsewhere: whether they are kept on another host too.
+
+    Attributes:
+        restored: the run's other state, as in the copy that was loaded last; None if there was none.
+    """
+
+    def __init__(self, guard: GuardedRank, states: Sequence[StateTensor], elsewhere: bool) -> None:
+        self._guard, self._elsewhere = guard, elsewhere
+        self._flats = [state.flat.detach() for state in states]
+        self._size = sum(map(_room, self._flats))
+        self._held: list[dict[str, Any]] = list(guard.turn.get("copies", []))
+        self._number = 0
+        self.restored: dict[str, Any] | None = None
+        total = self._size + _JSON_BYTES
+        if not guard.slots:
+            guard.keep(make_slots(total))
+        self._maps = [mmap.mmap(slot, total) for slot in guard.slots]
+        self._parts = [self._parts_of(memory) for memory in self._maps]
+
+    @torch.no_grad()
+    def take(self, step: int, state: dict[str, Any]) -> None:
+        """Copy the state after `step`, and tell the guard once it is whole.
+
+        Ranks are at most one copy apart, and so are copies on other hosts: none is made before the one before it has
+        arrived there. So of the last three there is always one that is whole everywhere.
+
+        Args:
+            step: completed steps.
+            state: what `restored` will be, as JSON content; with a "run_id".
+        """
+        if self._elsewhere and self._held:
+            self._guard.wait_kept(self._held[-1]["commit"])
+        if len(self._held) == NUM_SLOTS:
+            self._guard.void(self._held.pop(0)["commit"])
+        slot = free_slot(self._held)
+        sums = []
+        for target, flat in zip(self._parts[slot], self._flats):
+            target.copy_(flat, non_blocking=True)
+            sums.append(sum_of_bits(flat))  # while it is in the cache
+        # Reading the sums also waits for the copies.
+        text = json.dumps({**state, "sums": gather_sums(sums).tolist()}).encode()
+        if len(text) > _JSON_BYTES:
+            raise RuntimeError(f"{len(text)} bytes of JSON do not fit beside a copy")
+        self._maps[slot][self._size : self._size + len(text)] = text
+        self._number = max(self._number + 1, first_number(self._guard.round))
+        copy: dict[str, Any] = {"commit": self._number, "step": step, "slot": slot}
+        copy |= {"length": len(text), "crc": zlib.crc32(text)}
+        copy |= {"run_id": state["run_id"], "bytes": self._size + len(text)}
+        self._held.append(copy)
+        self._guard.commit(copy)
+
+    @torch.no_grad()
+    def load(self, ctx: ParallelContext) -> list[str]:
+        """Load the newest copy that is sound on all ranks into the states, and drop later ones; every rank calls it.
+
+        Returns:
+            What was wrong with the copies that were not used; empty where there were none.
+        """
+        problems = []
+        # One that could not be brought from its keeper in time is on some ranks alone.
+        held = gather_texts(json.dumps([copy["commit"] for copy in self._held]), ctx.world, ctx.device)
+        common = set.intersection(*(set(json.loads(numbers)) for numbers in held))
+        for copy in sorted(self._held, key=lambda copy: -copy["commit"]):
+            if copy["commit"] not in common:
+                continue
+            problem = self._check(copy, ctx.rank)
+            found = list(filter(None, gather_texts(problem, ctx.world, ctx.device)))
+            if not found:
+                self._number = copy["commit"]
+                for part, flat in zip(self._parts[copy["slot"]], self._flats):
+                    flat.copy_(part)
+                break
+            problems += found
+            self.restored = None
+        else:
+            self._number = -1
+        self._held = [copy for copy in self._held if copy["commit"] <= self._number]
+        self._guard.loaded(self._number)
+        return problems
+
+    @torch.no_grad()
+    def reload(
+        self, ctx: ParallelContext, num_steps: int, rewinds: dict[str, int]
+    ) -> tuple[bool | None, dict[int, str]]:
+        """Load the newest copy once more; every rank calls it.
+
+        Args:
+            ctx: this rank's axes.
+            num_steps: updates so far.
+            rewinds: number of rewinds so far to each checkpoint: as many updates may belong to an abandoned history.
+
+        Returns:
+            Whether the states had other bits by then; None if nothing was loaded, as that copy is not of these updates,
+            or damaged on some rank. And what is wrong with it, by rank.
+        """
+        problem, answer = "".join(self._check(copy, ctx.rank) for copy in self._held[-1:]), ""
+        if self._held and not problem and self.restored is not None:
+            same = self.restored["scalars"]["num_steps"] == num_steps and self.restored["rewinds"] == rewinds
+            answer = "same" if same else ""
+        answers = gather_texts(problem or answer, ctx.world, ctx.device)
+        problems = {rank: text for rank, text in enumerate(answers) if text not in ("", "same")}
+        if set(answers) != {"same"}:
+            return None, problems
+        parts = self._parts[self._held[-1]["slot"]]
+        changed = sums_of_bits(self._flats).tolist() != sums_of_bits(parts).tolist()
+        for part, flat in zip(parts, self._flats):
+            flat.copy_(part)
+        return changed, {}
+
+    def _check(self, copy: dict[str, Any], rank: int) -> str:
+        """Read what a copy holds besides tensors, and sum those; return what is wrong with it. No state changes."""
+        text = self._maps[copy["slot"]][self._size : self._size + copy["length"]]
+        damaged = f"the copy of step {copy['step']} in the memory of rank {rank} is damaged"
+        if zlib.crc32(text) != copy["crc"]:
+            return damaged
+        self.restored = json.loads(text)
+        assert self.restored is not None
+        return "" if sums_of_bits(self._parts[copy["slot"]]).tolist() == self.restored.pop("sums") else damaged
+
+    def _parts_of(self, memory: mmap.mmap) -> list[torch.Tensor]:
+        """Return the parts of a slot's memory, of the states' types and lengths."""
+        slot, parts, at = torch.frombuffer(memory, dtype=torch.uint8, count=self._size), [], 0
+        for flat in self._flats:
+            part = slot[at : at + flat.numel() * flat.element_size()]
+            parts.append(part.view(flat.dtype))
+            at += _room(flat)
+        return parts
+
+
+def _room(flat: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes in a slot, where the next one is aligned."""
+    return -(-flat.numel() * flat.element_size() // 8) * 8
+
+
+def sums_of_bits(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum the bits of each tensor as integers, int32: any one flipped bit changes the sum."""
+    return gather_sums([sum_of_bits(flat) for flat in flats])
+
+
+def sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
+    """As `sums_of_bits`, of one tensor."""
+    # Modulo 2^32: a sum in 64 bits takes eighteen times as long as one in 32.
+    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int32)
+
+
+def gather_sums(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sums of tensors as one tensor, on the device of the first."""
+    return torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.empty(0, dtype=torch.int32)

@@ -1,0 +1,309 @@
+"""The guard of one rank: it starts the process that trains, keeps that process's last states, and never computes.
+
+When any rank's process dies, the hub has every guard kill its own, and the next process, which has waited with all
+imports done, takes over from the newest copy that all guards hold. A launcher sees the guard alone. With `--recover
+host` a guard also keeps copies for one of another host; one in reserve has a process that waits, and becomes that of a
+rank whose own is gone. Where none is left, who keeps the rank's copies starts one more guard, for a last save.
+Standard library only, and Linux: pidfd, memfd, PR_SET_CHILD_SUBREAPER.
+
+Messages of a process: {"here"}, {"listen": world, "limit", "alone", "elsewhere"}, {"meet": rank, ...}, {"ready"},
+{"slots"} with descriptors, {"void": number}, {"commit": number, ...}, {"loaded": number}, {"lost"}, {"leaving": when,
+or 0}. Of the guard: {"wait"}, {"turn": round, ...} with the slots, {"port", "token"}, {"kept": number}, {"end"}.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn
+
+from megalite.core.base.log import unfinished_code
+from megalite.runtime.base.child import children, signal_when_parent_dies
+from megalite.runtime.recover.held import Held
+from megalite.runtime.recover.hub import UNFINISHED, Hub
+from megalite.runtime.recover.messages import EventLoop, Link, network
+from megalite.runtime.recover.processes import (
+    Member,
+    adopt_orphans,
+    as_exit_code,
+    end_children,
+    exit_as,
+    fork,
+    kill,
+    say,
+)
+
+# Who lost a connection may be first to say so; the guard of the rank that died names the cause.
+_CAUSE_S = 3.0
+# Ranks that are told of another's failure get this long to end by themselves.
+_LEAVE_S = 25.0
+_TELL_S = 2.0  # before that, to tell what they know
+_CONNECT_S = 30.0
+_LOOK_S = 0.01  # a killed process is gone in milliseconds
+# A host on which processes die before they can wait has no memory for another.
+_MAX_FAILURES = 3
+
+
+class Guard:
+    """Serves one rank until its end.
+
+    Args:
+        start: starts a process of the rank, which inherits the given descriptor; returns its pid.
+        launcher: process through whose store the ranks meet; 0: rank 0's own.
+        waits: whether this guard begins in reserve.
+        spares: how many do.
+    """
+
+    def __init__(self, start: Callable[[int], int], launcher: int = 0, waits: bool = False, spares: int = 0) -> None:
+        self._start_process, self._launcher, self._loop = start, launcher, EventLoop()
+        self._hub: Link | None = None
+        self._meeting: dict[str, Any] = {}  # how it was met
+        self._rank, self._round, self._broken, self._ending = -1, 0, False, False
+        self._code: int | None = None
+        self._waits, self._spares = waits, spares
+        self._next: dict[str, Any] | None = None if waits else {"turn": 0, "copies": [], "spares": spares}
+        self._held = Held(self._loop, self._kept, self._cannot_send)
+        self._trainer: Member | None = None
+        self._spare: Member | None = None
+        self._failures, self._asked, self._outcome, self._began = 0, 0, 1, 0.0
+
+    def serve(self) -> NoReturn:
+        """Start the rank, and exit with its code."""
+        adopt_orphans()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._relay)
+        self._start()
+        while True:
+            self._loop.turn()
+
+    def _relay(self, number: int, _frame: FrameType | None) -> None:
+        """Pass a signal on; one that asks for a stop waits for a process that is taking over."""
+        if number != signal.SIGUSR1:
+            self._asked = number
+            if not (self._trainer and self._trainer.ready):
+                self._leave_if_orphaned()
+                if self._round or self._broken or (self._waits and self._hub):
+                    return
+        if member := self._trainer or self._spare:
+            kill(member.pid, number)
+
+    # -------------------------------------------------------------------------------------------- its processes
+
+    def _start(self) -> None:
+        member = self._spare = Member.started_by(self._start_process)
+        self._loop.watch(member.alive, lambda: self._ended(member))
+        self._loop.watch(member.packets.socket.fileno(), lambda: self._hear(member))
+
+    def _hear(self, member: Member) -> bool:
+        """Take in one message; return whether there was one."""
+        packet = member.packets.receive(wait=False)
+        if packet is None:
+            if not member.silent:
+                member.silent = True
+                self._loop.forget(member.packets.socket.fileno())
+            return False
+        message, descriptors = packet
+        if "here" in message:
+            member.here, self._failures = True, 0
+            if not self._hand_over():
+                member.packets.send({"wait": True, "alone": self._hub is None})
+        elif {"slots", "void", "commit", "loaded"} & message.keys():
+            self._held.hear(message, descriptors)
+            if "commit" in message and self._spare is None and self._failures < _MAX_FAILURES:
+                self._start()  # not earlier: its imports would compete with a first step
+        elif "listen" in message:
+            limits = message["limit"], message["alone"], message["elsewhere"]
+            hub = Hub(self._loop, message["listen"], *limits, self._spares)
+            member.packets.send({"port": hub.port, "token": hub.token})
+        elif "meet" in message:
+            self._meet(message)
+        elif "ready" in message:
+            member.ready, self._began = True, self._began or time.monotonic()
+            if self._asked and self._round:
+                kill(member.pid, self._asked)
+        elif "leaving" in message:
+            member.leaving = message["leaving"]
+            self._loop.after(_LEAVE_S, partial(member.end_if_leaving, member.leaving))
+        elif "lost" in message:
+            self._lost(member)
+        return True
+
+    def _hand_over(self) -> bool:
+        """Let the process that waits be the rank, if a round has begun without one."""
+        if self._next is None or self._spare is None or not self._spare.here:
+            return False
+        self._spare.packets.send(self._next, self._held.slots)
+        assert self._trainer is None
+        self._trainer, self._spare, self._next = self._spare, None, None
+        return True
+
+    def _ended(self, member: Member) -> None:
+        # What it has said before it died counts.
+        while self._hear(member):
+            pass
+        self._loop.forget(member.alive)
+        os.close(member.alive)
+        member.packets.socket.close()
+        code = os.waitstatus_to_exitcode(os.waitpid(member.pid, 0)[1])
+        if member is self._trainer:
+            self._trainer = None
+            if self._broken and not self._ending:
+                self._clear()
+            else:
+                self._judge(code)
+            return
+        self._spare, self._failures = None, self._failures + 1
+        if self._waits and (code >= 0 or (self._asked and self._hub is None)):
+            self._leave(as_exit_code(code))
+        # Otherwise another one starts at the next commit.
+        if self._trainer is None and (self._broken or self._waits) and self._failures < _MAX_FAILURES:
+            self._start()
+        elif self._next is not None:
+            self._judge(code)
+
+    def _judge(self, code: int) -> None:
+        """The rank's process has ended by itself: an unasked signal is an accident, a code an outcome."""
+        if self._hub is None or self._ending:
+            # Where all ranks fail alike, the first to say so has this one ended before it could.
+            told = self._ending and code == -signal.SIGTERM
+            self._leave(self._outcome if told else as_exit_code(code))
+        if code < 0 and -code != self._asked:
+            cause = f"rank {self._rank} died ({signal.Signals(-code).name})"
+            self._tell({"broken": self._round, "cause": cause, "died": True})
+            return
+        self._code = as_exit_code(code)
+        done = code in (0, UNFINISHED, unfinished_code())
+        self._tell({"done": self._round} if done else {"final": self._code})
+
+    def _clear(self) -> None:
+        """Nothing of the rank trains any more: end what it has left, and say which copies there are."""
+        spared = set() if self._spare is None else {self._spare.pid, *children(self._spare.pid)}
+        if end_children(spared):
+            self._loop.after(_LOOK_S, self._clear)
+            return
+        if self._spare is None:
+            self._start()
+        self._tell({"killed": self._round, **self._held.answer()})
+
+    # ------------------------------------------------------------------------------------------ the other ranks
+
+    def _meet(self, message: dict[str, Any]) -> None:
+        """Connect to the hub; rank -1 is in reserve, also if the launcher has started it again in a place now taken."""
+        self._rank, self._meeting, address = message["meet"], message, (message["host"], message["port"])
+        if self._rank < 0 and self._trainer:
+            self._waits, self._trainer, self._spare = True, None, self._trainer
+        try:
+            self._hub = Link(self._loop, socket.create_connection(address, timeout=_CONNECT_S), self._hear_hub)
+        except OSError as e:
+            self._leave(1, f"the guard of rank 0 at {address[0]}:{address[1]} cannot be reached ({e})")
+        hello = {"hello": self._rank, "token": message["token"], "network": network()}
+        if message["elsewhere"]:
+            if self._launcher:
+                signal_when_parent_dies(signal.SIGKILL)  # a lost host, and no reason for the others to stop
+            hello["port"] = self._held.open(address[0], message["token"])
+        self._hub.send(hello)
+
+    def _kept(self, number: int) -> None:
+        if self._trainer:
+            self._trainer.packets.send({"kept": number})
+
+    def _cannot_send(self, why: str) -> None:
+        self._blame(f"the copies of rank {self._rank} do not reach the host that keeps them ({why})")
+
+    def _blame(self, cause: str) -> None:
+        told = {"broken": self._round, "cause": cause, "died": False}
+        self._loop.after(_CAUSE_S, lambda: self._tell(told))
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._hub is not None and not self._ending:
+            self._hub.send(message)
+
+    def _lost(self, member: Member) -> None:
+        """The process has lost a connection, and waits: for its end, or for the word that it should leave."""
+        if self._hub is None or self._ending:
+            member.packets.send({"end": True})
+            return
+        self._blame(f"rank {self._rank} lost the connection to another rank")
+
+    def _hear_hub(self, message: dict[str, Any] | None) -> None:
+        if message is None:
+            if not self._ending:
+                # A launcher takes a signal for a loss, which the others survive, and a code for an error of the run.
+                code = -signal.SIGKILL if self._meeting["elsewhere"] and self._launcher else 1
+                self._leave(code, "the guard of rank 0 is gone: ending this rank")
+        elif "break" in message:
+            self._leave_if_orphaned()
+            # A turn that nobody has taken yet is void.
+            self._round, self._broken, self._next = message["break"], True, None
+            if self._trainer is None:
+                self._clear()
+            else:
+                kill(self._trainer.pid, signal.SIGKILL)
+        elif "go" in message:
+            self._leave_if_orphaned()
+            self._go(message)
+        elif "buddy" in message:
+            self._held.find_buddy(self._rank, message["buddy"])
+        elif "stand_in" in message:
+            self._stand_in()
+        else:
+            self._end(message)
+
+    def _stand_in(self) -> None:
+        """Start a guard in reserve on this host, beside the ranks that have their place here."""
+        if fork():
+            guard = Guard(self._start_process, os.getppid(), waits=True, spares=self._spares)
+            guard._meet({**self._meeting, "meet": -1})
+            guard.serve()
+
+    def _go(self, message: dict[str, Any]) -> None:
+        """The next round begins, from these copies."""
+        self._round, self._broken, self._code = message["go"], False, None
+        self._held.go_back(self._round, message["numbers"])
+        if "rank" not in message:
+            return  # still in reserve
+        self._rank, self._waits = message["rank"], False
+        self._held.find_buddy(self._rank, message["buddy"])
+        if message["fetch"]:
+            self._held.fetch(self._rank, message["fetch"], message["numbers"], partial(self._prepare, message))
+        else:
+            self._prepare(message)
+
+    def _prepare(self, message: dict[str, Any]) -> None:
+        """Let the next process be the rank, which has all copies that it is to have."""
+        if self._broken or self._round != message["go"]:
+            return
+        kept = {"copies": self._held.copies, "run_id": self._held.run_id, "began": self._began, "spares": self._spares}
+        self._next = {**message, "turn": self._round, **kept}
+        if self._spare is None:
+            self._start()
+        self._hand_over()
+
+    def _end(self, message: dict[str, Any]) -> None:
+        """The run ends, with the code of this rank's own process if that ends by itself."""
+        self._ending, self._outcome = True, message["end"]
+        if message["kill"] or self._trainer is None:
+            code = self._code if self._trainer is None and self._code is not None else message["end"]
+            self._leave(code, message["why"] if self._rank == 0 else "")
+        pid = self._trainer.pid
+        self._trainer.packets.send({"end": True})
+        # Not at once: an error that all ranks raise is told by rank 0, which may come to it later than others.
+        self._loop.after(_TELL_S, lambda: kill(pid, signal.SIGTERM))
+        self._loop.after(_LEAVE_S, lambda: self._leave(1, "this rank did not end by itself: killing it"))
+
+    def _leave_if_orphaned(self) -> None:
+        """Where the launcher is gone, with the store in it, no processes can meet."""
+        if self._launcher and os.getppid() != self._launcher:
+            self._leave(1, "the launcher is gone: ending this rank")
+
+    def _leave(self, code: int, why: str = "") -> NoReturn:
+        """Exit with a code, or if that is negative by a signal; what is left of the rank dies with this process."""
+        if why:
+            say(self._rank, why)
+        end_children()
+        exit_as(code)

@@ -1,0 +1,124 @@
+"""What a guard has of its rank: copies in its memory, and the same on another host. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from megalite.runtime.recover.messages import EventLoop
+from megalite.runtime.recover.offsite import Address, Keeper, Sender, fetch, first_number
+
+
+class Held:
+    """The copies of a rank.
+
+    Args:
+        loop: where everything is called back.
+        kept: called with the number of each copy that is whole on another host.
+        failed: called with the reason when the guard that keeps them cannot be reached any more.
+
+    Attributes:
+        copies: commits of the whole ones, the oldest first.
+        slots: descriptors of the memory that they are in.
+        run_id: of the run that they are from; "" without any.
+        keeper: of the copies of others; None where copies stay on their host.
+    """
+
+    def __init__(self, loop: EventLoop, kept: Callable[[int], None], failed: Callable[[str], None]) -> None:
+        self._loop, self._kept, self._failed = loop, kept, failed
+        self.copies: list[dict[str, Any]] = []
+        self.slots: list[int] = []
+        self.run_id = ""
+        self.keeper: Keeper | None = None
+        self._hub = self._token = ""
+        self._sender: Sender | None = None
+        self._alone, self._round = False, 0
+        # Number of the last copy that was given to the sender.
+        self._sent = -1
+
+    def open(self, hub: str, token: str) -> int:
+        """Keep copies of other hosts' ranks, too.
+
+        Args:
+            hub: host of the hub, where keepers are whose address is "".
+            token: of all keepers.
+
+        Returns:
+            The keeper's port.
+        """
+        self._hub, self._token, self.keeper = hub, token, Keeper(token)
+        return self.keeper.port
+
+    def answer(self) -> dict[str, Any]:
+        """Say which copies there are, as the hub wants to hear it."""
+        kept = {} if self.keeper is None else self.keeper.held()
+        return {"held": [[copy["commit"], copy["step"]] for copy in self.copies], "kept": kept}
+
+    def hear(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Take in what a process says of copies."""
+        if "slots" in message:
+            self.slots = descriptors  # once: later processes get these
+        elif "void" in message:
+            self.copies = [copy for copy in self.copies if copy["commit"] != message["void"]]
+        elif "loaded" in message:
+            self.copies = [copy for copy in self.copies if copy["commit"] <= message["loaded"]]
+            self._sent = message["loaded"] - 1  # that one again: its keeper may be another now
+            if self.keeper is not None:
+                # All ranks have loaded this one; what they have sent since is of the new round.
+                self.keeper.forget(lambda number: message["loaded"] < number < first_number(self._round))
+        elif "commit" in message:
+            self.copies.append(message)
+            self.run_id, oldest = message["run_id"], self.copies[0]["commit"]
+            if self.keeper is not None:
+                # No round can begin from what this rank itself has not got.
+                self.keeper.forget(lambda number: number < oldest)
+        self._send()
+
+    def find_buddy(self, rank: int, address: list[Any] | None) -> None:
+        """Learn which keeper has this rank's copies from here on; None: all guards are on one host."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender, self._alone = None, address is None
+        if address is not None:
+            place = self._locate(address), self._token, rank, self._round
+            self._sender = Sender(self._loop, *place, self._kept, self._failed)
+        self._send()
+
+    def go_back(self, round_: int, numbers: list[int]) -> None:
+        """Begin a round: drop all copies but those with these numbers, from one of which the run continues."""
+        self._round, self._sent = round_, max(numbers, default=-1)
+        self.copies = [copy for copy in self.copies if copy["commit"] in numbers]
+        if self.keeper is not None:
+            # Others may have begun, and sent copies, already.
+            self.keeper.forget(lambda number: number not in numbers and number < first_number(round_))
+
+    def fetch(self, rank: int, address: list[Any], numbers: list[int], done: Callable[[], None]) -> None:
+        """Bring a rank's copies from the keeper that has them, and call `done`, unless another round has begun."""
+        round_ = self._round
+
+        def take(copies: list[dict[str, Any]], slots: list[int]) -> None:
+            late = self._round != round_
+            for slot in slots if late else self.slots:
+                os.close(slot)
+            if late:
+                return
+            self.copies, self.slots, self.run_id = copies, slots, copies[-1]["run_id"] if copies else ""
+            done()
+
+        fetch(self._loop, self._locate(address), self._token, rank, numbers, take)
+
+    def _send(self) -> None:
+        if self.keeper is None or (self._sender is None and not self._alone):
+            return
+        for copy in self.copies:
+            if copy["commit"] <= self._sent:
+                continue
+            self._sent = copy["commit"]
+            if self._sender is None:
+                self._kept(copy["commit"])
+            else:
+                self._sender.put(copy, self.slots[copy["slot"]])
+
+    def _locate(self, address: list[Any]) -> Address:
+        return address[0] or self._hub, address[1]

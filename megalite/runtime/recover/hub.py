@@ -1,0 +1,261 @@
+"""The guard of rank 0 decides for all guards: when a round is broken, which copy all go back to, when the run ends.
+
+Every guard, also that of rank 0, has one connection to it. Standard library only.
+
+Messages of a guard: {"hello": rank or -1, "token", "network", "port" of its keeper}; {"broken": round, "cause",
+"died"}; {"killed": round, "held": [[number, step], ...], "kept": {rank: the same}}; {"done": round}; {"final": code}.
+Of the hub: {"break": round}; {"go": round, ...}; {"buddy": [host, port] or null}; {"end": code, "kill", "why"};
+{"stand_in": true}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from megalite.core.base.log import env_int, unfinished_code
+from megalite.runtime.recover.messages import EventLoop, Link
+from megalite.runtime.recover.peers import Peer, buddies, find_copies
+from megalite.runtime.recover.processes import say
+
+# A rank that dies this often at one step has a cause that no repetition cures.
+_DEATHS_AT_A_STEP = 3
+# A killed process is gone in milliseconds, unless a driver or a disk holds it.
+_GATHER_S = 60.0
+# Where the hub is if no other host has ranks.
+LOOPBACK = "127.0.0.1"
+# What a scheduler takes for "start it again" (EX_TEMPFAIL).
+UNFINISHED = 75
+
+# What the guard of rank 0 says once guards take the place of each other; launchers look for it.
+MET = "all ranks have met"
+
+
+class Hub:
+    """Hears all guards, and tells all of them the same.
+
+    Reserves may come at any time, also from hosts that were lost: Kubernetes starts lost pods again.
+
+    Args:
+        loop: where it is read.
+        world: number of ranks.
+        limit: recoveries before the run is given up.
+        alone: whether all guards are on this host.
+        elsewhere: whether guards keep each other's copies, and reserves take the place of those that are gone.
+        spares: how many of these the launcher starts.
+    """
+
+    def __init__(
+        self, loop: EventLoop, world: int, limit: int, alone: bool, elsewhere: bool = False, spares: int = 0
+    ) -> None:
+        self._loop, self._world, self._limit, self._elsewhere = loop, world, limit, elsewhere
+        # Not at the address of this host's name: here it may be 127.0.1.1, or one that only the others can use.
+        both = socket.has_dualstack_ipv6() and not alone
+        family, address = socket.AF_INET6 if both else socket.AF_INET, LOOPBACK if alone else ""
+        self._server = socket.create_server((address, 0), family=family, backlog=1024, dualstack_ipv6=both)
+        self.port, self.token = self._server.getsockname()[1], secrets.token_hex(16)
+        self._guards: dict[int, Peer] = {}
+        self._reserves: list[Peer] = []
+        # Reserves that have not said hello yet, and ranks that have no guard until one does.
+        self._expected, self._vacant = spares, list[int]()
+        # How many seconds these are waited for where the launcher replaces what is lost.
+        self._patience = env_int("MEGALITE_RESERVE_WAIT", 0)
+        self._round, self._recoveries, self._gave_up, self._ended = 0, 0, "", False
+        # Whether some ranks are on hosts that have no device for them.
+        self._stood_in = False
+        self._broken: dict[str, Any] | None = None
+        self._done: set[int] = set()
+        # Ranks whose guards have not yet said, since the round is broken, which copies there are; and those that have
+        # lost their guards since.
+        self._silent, self._lost = set[int](), set[int]()
+        self._deaths: Counter[tuple[int, int]] = Counter()
+        loop.watch(self._server.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # whoever it was has hung up
+            link = Link(self._loop, self._server.accept()[0], lambda _: None)
+            link.heard = lambda message: self._introduce(link, message)
+
+    def _introduce(self, link: Link, message: dict[str, Any] | None) -> None:
+        """Take in a guard that knows the token; hang up on anybody else."""
+        token = str((message or {}).get("token")).encode(errors="replace")
+        if message is None or not secrets.compare_digest(token, self.token.encode()):
+            link.close()
+            return
+        peer = Peer(link, int(message["hello"]), message.get("port", 0), message.get("network", ""))
+        link.heard = lambda message: self._hear(peer, message)
+        if peer.rank < 0:
+            self._reserves.append(peer)
+            self._expected = max(0, self._expected - 1)
+        else:
+            self._guards[peer.rank] = peer
+        if self._broken is not None:
+            link.send({"break": self._round})
+            self._fill_vacancies()
+        elif self._elsewhere and peer.rank >= 0 and len(self._guards) == self._world:
+            for rank, address in enumerate(self._addresses_of_buddies()):
+                self._guards[rank].link.send({"buddy": address})
+            say(0, f"{MET}: the loss of a host does not end the run at once from here on")
+
+    def _addresses_of_buddies(self) -> list[list[Any] | None]:
+        found = buddies([self._guards[rank].network for rank in range(self._world)]) if self._elsewhere else []
+        return [None if buddy is None else self._address(self._guards[buddy]) for buddy in found]
+
+    @staticmethod
+    def _address(peer: Peer) -> list[Any]:
+        """Where a guard's keeper is: at the hub's host, "" for short, if the guard is there itself."""
+        return ["" if peer.link.peer.startswith(("127.", "::1")) else peer.link.peer, peer.port]
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for peer in [*self._guards.values(), *self._reserves]:
+            peer.link.send(message)
+
+    def _hear(self, peer: Peer, message: dict[str, Any] | None) -> None:
+        if self._ended:
+            return
+        if message is None:
+            self._lose(peer)
+        elif "final" in message:
+            self._end(message["final"], "")
+        elif message.get("broken") == self._round:
+            self._break(peer.rank, message)
+        elif message.get("killed") == self._round:
+            peer.held = {(number, step) for number, step in message["held"]}
+            kept = message.get("kept", {}).items()
+            peer.kept = {int(rank): {(number, step) for number, step in held} for rank, held in kept}
+            self._silent.discard(peer.rank)
+            self._go_if_all_are_dead()
+        elif message.get("done") == self._round and self._broken is None:
+            self._done.add(peer.rank)
+            if len(self._done) == self._world:
+                self._end(0, "")
+
+    def _lose(self, peer: Peer) -> None:
+        """A guard is gone, with all that it guarded: have a reserve be its rank."""
+        if peer in self._reserves:
+            self._reserves.remove(peer)
+            say(0, f"a rank in reserve is gone with its host or its guard, {len(self._reserves)} left")
+            return
+        cause = f"the guard of rank {peer.rank} is gone, and with it what it kept"
+        if not self._elsewhere:
+            self._end(1, cause, kill=True)
+            return
+        if self._gave_up:
+            self._end_unfinished(f"{cause}, while the last state was being saved")
+            return
+        del self._guards[peer.rank]
+        self._vacant.append(peer.rank)
+        self._break(peer.rank, {"cause": f"rank {peer.rank} is gone with its host or its guard", "died": True})
+        self._silent.add(peer.rank)
+        self._lost.add(peer.rank)
+        if self._patience and not self._reserves:
+            say(0, f"no rank is left in reserve: waiting up to {self._patience} s for a host to come back")
+        self._fill_vacancies()
+
+    def _fill_vacancies(self) -> None:
+        """Have reserves be the ranks whose guards are gone; where none has come yet, the round waits for it."""
+        while self._vacant and self._reserves:
+            rank, substitute = self._vacant.pop(0), self._reserves.pop(0)
+            substitute.rank, self._guards[rank] = rank, substitute
+            if substitute.held is not None:
+                self._silent.discard(rank)
+        self._go_if_all_are_dead()
+
+    def _break(self, rank: int, message: dict[str, Any]) -> None:
+        """Have all trainers killed; what is broken meanwhile is part of it."""
+        dead = {rank} if message["died"] else set()
+        if self._broken is not None:
+            self._broken["dead"] |= dead
+            return
+        cause = message["cause"]
+        self._broken = {"rank": rank, "dead": dead, "cause": cause, "died": time.monotonic()}
+        self._silent, self._lost = set(range(self._world)), set()
+        if self._gave_up:
+            self._end_unfinished(f"{cause} while the last state was being saved")
+            return
+        self._tell({"break": self._round})
+        longest = max(_GATHER_S, self._patience)
+        for seconds in {_GATHER_S, longest}:
+            self._loop.after(seconds, partial(self._give_up_waiting, self._round, seconds == longest))
+
+    def _give_up_waiting(self, number: int, last: bool = True) -> None:
+        """Go on without a round's missing ranks, or end; not `last`: those that are lost may still be replaced."""
+        if number != self._round or self._ended or not (last or self._silent - self._lost):
+            return
+        if len(self._silent) == len(self._vacant) and not self._gave_up:
+            self._expected = self._patience = 0
+            self._go_if_all_are_dead()
+            return
+        why = f"ranks {sorted(self._silent)} could not be ended, or have never been met,"
+        if self._vacant:
+            why = f"the guards of ranks {sorted(self._vacant)} are gone, and no rank in reserve has come"
+        self._end(1, f"{why} within {_GATHER_S:.0f} s", kill=True)
+
+    def _ask_for_stand_ins(self) -> None:
+        """Have those who keep the lost ranks' copies start guards for them, for a last save: nobody is in reserve."""
+        assert self._broken is not None
+        common, keepers = find_copies(self._guards, self._world)
+        lost = sorted(set(self._vacant) - set(keepers))
+        self._gave_up, self._stood_in = "no rank is left in reserve", True
+        if lost or not common:
+            what = f"copies of ranks {lost}" if lost else "a copy of a step that all ranks have"
+            self._end(1, f"{self._broken['cause']}; {self._gave_up}, and nobody has {what}", kill=True)
+            return
+        self._expected = len(self._vacant)
+        for rank in self._vacant:
+            keepers[rank].link.send({"stand_in": True})
+        self._loop.after(_GATHER_S, partial(self._give_up_waiting, self._round))
+
+    def _go_if_all_are_dead(self) -> None:
+        """Begin the next round with the copies that all ranks have."""
+        # Ranks without a guard are silent.
+        if self._broken is None or self._ended or len(self._silent) > len(self._vacant):
+            return
+        if self._vacant:
+            if not (self._expected or self._patience):
+                self._ask_for_stand_ins()
+            return
+        common, keepers = find_copies(self._guards, self._world)
+        # Where nobody has died, who lost a connection counts.
+        ranks = sorted(self._broken["dead"]) or [self._broken["rank"]]
+        cause, died = self._broken["cause"], self._broken["died"]
+        for rank in ranks:
+            at = (rank, common[0][1] if common else -1)
+            self._deaths[at] += 1
+            if self._deaths[at] == _DEATHS_AT_A_STEP:
+                self._gave_up = f"rank {rank} has died {_DEATHS_AT_A_STEP} times at one step"
+        self._recoveries += 1
+        if not self._gave_up and self._recoveries > self._limit:
+            self._gave_up = f"there were more than --max-recoveries {self._limit} recoveries"
+        if self._gave_up and not common:
+            self._end_unfinished(f"{cause}; {self._gave_up}, and there is no state to save")
+            return
+        said = {"ranks": ranks, "cause": cause, "died": died, "gone": time.monotonic(), "gave_up": self._gave_up}
+        said |= {"numbers": [number for number, _ in common], "cpu": self._stood_in}
+        self._go(said, keepers if common else {})
+
+    def _go(self, said: dict[str, Any], keepers: dict[int, Peer]) -> None:
+        self._round, self._broken, self._done = self._round + 1, None, set()
+        said = {"go": self._round, **said}
+        for rank, address in enumerate(self._addresses_of_buddies() or [None] * self._world):
+            fetch = self._address(keepers[rank]) if rank in keepers else None
+            self._guards[rank].link.send({**said, "rank": rank, "buddy": address, "fetch": fetch})
+        for reserve in self._reserves:
+            reserve.link.send(said)
+        for peer in [*self._guards.values(), *self._reserves]:
+            peer.held = peer.kept = None
+
+    def _end_unfinished(self, why: str) -> None:
+        self._end(unfinished_code() or UNFINISHED, why, kill=True)
+
+    def _end(self, code: int, why: str, kill: bool = False) -> None:
+        self._ended = True
+        # Nobody takes this hub for that of the next attempt.
+        self._loop.forget(self._server.fileno())
+        self._server.close()
+        self._tell({"end": code, "why": why, "kill": kill})

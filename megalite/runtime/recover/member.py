@@ -1,0 +1,213 @@
+"""A rank's connection to its guard (`--recover process`), and how a command becomes its guard."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import env_int, take_rank
+from megalite.runtime.base.child import readable, signal_when_parent_dies
+from megalite.runtime.recover.messages import Packets
+
+# A death is known to all guards within a fraction of a second.
+_DOUBT_S = 2.0
+
+
+def become_guard(spares: int = 0) -> NoReturn:
+    """Turn this process into the guard of its rank, which runs the same command again.
+
+    Args:
+        spares: how many of the launcher's ranks, the last ones, wait in reserve.
+
+    Raises:
+        UserError: the system lacks what a guard needs.
+    """
+    if not _possible():
+        raise UserError("--recover", "requires Linux 5.3 or newer", "use --recover none")
+    root, command = str(Path(__file__).resolve().parents[3]), [sys.executable, *sys.orig_argv[1:]]
+    code = f"import sys, json; sys.path.insert(0, {root!r}); from megalite.runtime.recover import main as guard"
+    code += "; guard.main(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))"
+    words = [json.dumps(command), str(os.getppid()), str(spares)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without site-packages, user settings and environment variables: it starts in some 20 ms.
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", code, *words])
+
+
+def _possible() -> bool:
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+def become_guard_if_asked(argv: Sequence[str]) -> None:
+    """As `become_guard`, if the command line says so: before torch is imported, which takes a second.
+
+    Where that is impossible, the program finds out later, where errors have their message.
+    """
+    asked = _value_of("--recover", argv) in ("process", "host")
+    prints = {"--dry-run", "--print-config"} & set(argv)
+    if asked and not prints and guard() is None and _possible():
+        become_guard(spare_ranks(argv))
+
+
+def spare_ranks(argv: Sequence[str]) -> int:
+    """How many of the launcher's ranks a command line has wait in reserve; 0 if what it says is no number."""
+    given = _value_of("--spare-ranks", argv)
+    return int(given) if given.isascii() and given.isdecimal() else 0
+
+
+def survives_hosts(argv: Sequence[str]) -> bool:
+    """Whether a command line's run goes on without a lost host, or at least saves its last state."""
+    return spare_ranks(argv) > 0 or _value_of("--recover", argv) == "host"
+
+
+def _value_of(flag: str, argv: Sequence[str]) -> str:
+    """Return the last value of a flag of a command line; "" where it has none."""
+    value = ""
+    for word, after in zip(argv, [*argv[1:], ""]):
+        name, equals, own = word.partition("=")
+        if name == flag:
+            value = own if equals else after
+    return value
+
+
+class GuardedRank:
+    """What a process and its guard tell each other.
+
+    Attributes:
+        turn: what the guard said when this process became the rank: "turn" (number of the round), "copies", and from
+            the second round on "rank", which it is to be, "ranks" and "cause" of the death, and when it "died" and
+            all were "gone" (seconds of `time.monotonic` on rank 0's host); "gave_up" says why only a save is left to
+            do, "cpu" whether it is done there; when the run "began" on this host, and its "run_id"; "spares", the
+            number of ranks in reserve.
+        slots: descriptors of the memory that holds the copies.
+        met: when all processes had met, as `time.monotonic`.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._packets = Packets(descriptor)
+        self.turn: dict[str, Any] = {}
+        self.slots: list[int] = []
+        self.met = 0.0
+        self._kept, self._end = -1, False
+        # A guard is killed with all that it guards.
+        signal_when_parent_dies(signal.SIGKILL)
+
+    @property
+    def round(self) -> int:
+        """Number of recoveries before this process."""
+        return int(self.turn.get("turn", 0))
+
+    def wait_for_turn(self, find_hub: Callable[[bool], str], rehearse: Callable[[], None]) -> None:
+        """Return when this process is to be the rank.
+
+        Args:
+            find_hub: called if the guard of this rank knows no other, with whether it is in reserve: if not, the run
+                may have begun, and its place be taken. Returns what `meet` takes, "" if the run has not begun.
+            rehearse: called if the turn does not come at once.
+        """
+        self._packets.send({"here": True})
+        message, self.slots = self._receive("wait", "turn")
+        first = message.get("turn") == 0 and message["spares"] > 0
+        if (first or message.get("alone")) and (hub := find_hub(not first)):
+            self.meet(-1, hub, elsewhere=True)
+            message = {"wait": True}
+        if "wait" in message:
+            rehearse()
+            message, self.slots = self._receive("turn")
+        self.turn = message
+        if "rank" in message:
+            take_rank(message["rank"])
+
+    def host(self, world: int, limit: int, alone: bool, elsewhere: bool) -> str:
+        """On rank 0: have the guard be the hub of all guards.
+
+        Args:
+            world: number of ranks.
+            limit: recoveries before the run is given up.
+            alone: whether no other host has ranks.
+            elsewhere: whether copies are kept on other hosts too.
+
+        Returns:
+            Its port, and the token that the others need.
+        """
+        self._packets.send({"listen": world, "limit": limit, "alone": alone, "elsewhere": elsewhere})
+        message, _ = self._receive("port")
+        return f"{message['port']} {message['token']}"
+
+    def meet(self, rank: int, hub: str, elsewhere: bool) -> None:
+        """Have the guard connect to the hub, of which `hub` names host, port and token; rank -1 waits in reserve."""
+        host, port, token = hub.split()
+        self._packets.send({"meet": rank, "host": host, "port": int(port), "token": token, "elsewhere": elsewhere})
+
+    def ready(self) -> None:
+        """Say that SIGTERM is a request to save and stop from here on."""
+        self._packets.send({"ready": True})
+
+    def leaving(self, done: bool = True) -> None:
+        """Say that all is done and nobody watches this process any more: if it does not end by itself, kill it.
+
+        Not `done`: what this process does next is the user's, and takes as long as it does.
+        """
+        self._packets.send({"leaving": time.monotonic() if done else 0.0})
+
+    def keep(self, slots: list[int]) -> None:
+        """Give the guard memory for copies."""
+        self.slots = slots
+        self._packets.send({"slots": True}, slots)
+
+    def commit(self, copy: dict[str, Any]) -> None:
+        """Say that a copy is whole."""
+        self._packets.send(copy)
+
+    def void(self, number: int) -> None:
+        """Say that a copy is about to be written over."""
+        self._packets.send({"void": number})
+
+    def wait_kept(self, number: int) -> None:
+        """Wait until a copy is whole on another host, or the run ends."""
+        while self._kept < number and not self._end:
+            self._receive("kept", "end")
+
+    def loaded(self, number: int) -> None:
+        """Say from which copy the run goes on (-1: none): later ones are void."""
+        self._packets.send({"loaded": number})
+
+    def lost_a_peer(self) -> None:
+        """Say that a connection to another rank is lost; wait to be killed, or return if the run is to end."""
+        self._packets.send({"lost": True})
+        if not self._end:
+            self._receive("end")
+
+    def may_be_killed(self) -> None:
+        """Wait until a death that has just happened would have ended this process too."""
+        until = time.monotonic() + _DOUBT_S
+        while not self._end and readable(self._packets.socket.fileno(), max(0.0, until - time.monotonic())):
+            self._receive("kept", "end")
+
+    def _receive(self, *wanted: str) -> tuple[dict[str, Any], list[int]]:
+        """Wait for a message with one of these keys."""
+        while True:
+            packet = self._packets.receive()
+            if packet is None:
+                # It died before the kernel knew whom to kill with it.
+                os._exit(1)
+            message = packet[0]
+            self._kept, self._end = message.get("kept", self._kept), self._end or "end" in message
+            if any(key in message for key in wanted):
+                return packet
+
+
+@cache
+def guard() -> GuardedRank | None:
+    """Return this process's connection to its guard; None without one."""
+    descriptor = env_int("MEGALITE_GUARD", -1)
+    return None if descriptor < 0 else GuardedRank(descriptor)

@@ -1,0 +1,297 @@
+"""Copies of a rank's state on another host: a guard sends them to its buddy's guard, and keeps those of other guards.
+
+All of it happens in threads beside the guard's event loop, and over TCP. Standard library only.
+
+A connection begins with {"token", "keep": rank, "round"} or {"token", "fetch": rank, "numbers": [...]}. The first is
+answered with {"have": [[number, crc], ...]}. A copy is a line, what a commit says of it (see `guard`) with "room", the
+bytes of a slot, and after it "bytes" bytes, the beginning of the slot. Its keeper answers {"kept": number}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import IO, Any
+
+from megalite.runtime.base.child import free_memory, shared_memory
+from megalite.runtime.base.untrusted import BadFile, parse_json
+from megalite.runtime.recover.messages import MAX_MESSAGE, EventLoop, keep_alive
+
+NUM_SLOTS = 3
+# A guard that says nothing for so long, where it should, does not work any more.
+_SILENT_S = 30.0
+
+Address = tuple[str, int]
+
+
+def first_number(round_: int) -> int:
+    """Return the number of a round's first copy: whatever the run goes back to, no number is used twice."""
+    return round_ << 32
+
+
+def make_slots(room: int) -> list[int]:
+    """Allocate memory for the copies of a rank; return its descriptors."""
+    return [shared_memory(f"copy_{i}", room) for i in range(NUM_SLOTS)]
+
+
+def free_slot(copies: list[dict[str, Any]]) -> int:
+    """Return the index of a slot that no copy is in."""
+    return next(i for i in range(NUM_SLOTS) if i not in {copy["slot"] for copy in copies})
+
+
+class _Ward:
+    """What is kept for a rank of another host.
+
+    Attributes:
+        memory: of as many copies as there are slots.
+        copies: the whole ones, with their places there as "slot".
+        round: of the guard that writes, or wrote last.
+        connection: to it; None where it has hung up.
+        readers: how many guards fetch copies.
+    """
+
+    def __init__(self) -> None:
+        self.memory: list[mmap.mmap] = []
+        self.copies: list[dict[str, Any]] = []
+        self.round = self.readers = 0
+        self.connection: socket.socket | None = None
+        self.writing = threading.Lock()
+
+
+class Keeper:
+    """Keeps copies for other guards: two whole ones and one that arrives.
+
+    Args:
+        token: what a guard says to be let in.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token, self._wards, self._lock = token, dict[int, _Ward](), threading.Lock()
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._server = socket.create_server(("", 0), family=family, backlog=64, dualstack_ipv6=both)
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def held(self) -> dict[int, list[tuple[int, int]]]:
+        """Return number and step of the copies that are whole, by rank."""
+        with self._lock:
+            return {rank: [(copy["commit"], copy["step"]) for copy in w.copies] for rank, w in self._wards.items()}
+
+    def forget(self, stale: Callable[[int], bool]) -> None:
+        """Drop copies with such numbers, and the memory of ranks that have none left and send none."""
+        with self._lock:
+            for rank, ward in list(self._wards.items()):
+                ward.copies = [copy for copy in ward.copies if not stale(copy["commit"])]
+                if not ward.copies and ward.connection is None and not ward.readers:
+                    free_memory(self._wards.pop(rank).memory)
+
+    def _accept(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                connection = self._server.accept()[0]
+                try:
+                    threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                except RuntimeError:
+                    connection.close()  # this host has no thread left: a guard that called says so
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, BadFile), connection:
+            connection.settimeout(_SILENT_S)
+            keep_alive(connection)
+            stream = connection.makefile("rb")
+            asked = _read_line(stream) or {}
+            token = str(asked.get("token")).encode(errors="replace")
+            if not secrets.compare_digest(token, self._token.encode()):
+                return
+            connection.settimeout(None)
+            if "fetch" in asked:
+                self._hand_out(connection, asked["fetch"], asked["numbers"])
+            elif "keep" in asked:
+                self._keep(asked["keep"], asked["round"], connection, stream)
+
+    def _keep(self, rank: int, round_: int, connection: socket.socket, stream: IO[bytes]) -> None:
+        with self._lock:
+            ward = self._wards.setdefault(rank, _Ward())
+            if round_ < ward.round:
+                return
+            before, ward.connection, ward.round = ward.connection, connection, round_
+        if before is not None:
+            # The guard's connection of an earlier round, which must not write any more.
+            _shut(before)
+        with ward.writing:
+            try:
+                _send_line(connection, {"have": [[copy["commit"], copy["crc"]] for copy in ward.copies]})
+                while (copy := _read_line(stream)) is not None:
+                    self._take_in(ward, copy, stream)
+                    _send_line(connection, {"kept": copy["commit"]})
+            finally:
+                with self._lock:
+                    ward.connection = None if ward.connection is connection else ward.connection
+
+    def _take_in(self, ward: _Ward, copy: dict[str, Any], stream: IO[bytes]) -> None:
+        with self._lock:
+            # Later ones are void: the run has gone back.
+            ward.copies = [kept for kept in ward.copies if kept["commit"] < copy["commit"]][1 - NUM_SLOTS :]
+            slot = free_slot(ward.copies)
+        ward.memory = ward.memory or [mmap.mmap(-1, copy["room"]) for _ in range(NUM_SLOTS)]
+        _fill(ward.memory[slot], copy["bytes"], stream)
+        with self._lock:
+            ward.copies.append({**copy, "slot": slot})
+
+    def _hand_out(self, connection: socket.socket, rank: int, numbers: list[int]) -> None:
+        with self._lock:
+            ward = self._wards.get(rank, _Ward())
+            ward.readers += 1
+            wanted = [(copy, ward.memory[copy["slot"]]) for copy in ward.copies if copy["commit"] in numbers]
+        try:
+            for copy, memory in wanted:
+                _send_line(connection, {**copy, "room": len(memory)})
+                connection.sendall(memoryview(memory)[: copy["bytes"]])
+        finally:
+            with self._lock:
+                ward.readers -= 1
+
+
+class Sender:
+    """Sends this guard's copies to another, one after the other.
+
+    Args:
+        loop: where `kept` is called, with the number of each copy that has arrived, and `failed`, with the reason, once
+            when the connection is lost.
+        address: of the other guard's keeper.
+        token: what it wants to hear.
+        rank: this guard's.
+        round_: from which on copies are sent.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        address: Address,
+        token: str,
+        rank: int,
+        round_: int,
+        kept: Callable[[int], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._loop, self._kept, self._failed = loop, kept, failed
+        self._copies: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._connection: socket.socket | None = None
+        hello = {"token": token, "keep": rank, "round": round_}
+        threading.Thread(target=self._run, args=(address, hello), daemon=True).start()
+
+    def put(self, copy: dict[str, Any], slot: int) -> None:
+        """Send a copy, which stays in the slot until `kept` is called."""
+        self._copies.put((copy, slot))
+
+    def close(self) -> None:
+        """Send no more, and call back no more."""
+        self._closed = True
+        self._copies.put(None)
+        if self._connection is not None:
+            _shut(self._connection)
+
+    def _run(self, address: Address, hello: dict[str, Any]) -> None:
+        try:
+            with _connect(address, hello) as connection:
+                self._connection = connection
+                answers = connection.makefile("rb")
+                have = _hear(answers)["have"]
+                while not self._closed and (item := self._copies.get()) is not None:
+                    copy, slot = item
+                    # One that is there would be overwritten by itself: for as long, nobody would have it.
+                    if [copy["commit"], copy["crc"]] not in have:
+                        _send_line(connection, {**copy, "room": os.fstat(slot).st_size})
+                        with open(slot, "rb", closefd=False) as memory:
+                            connection.sendfile(memory, 0, copy["bytes"])
+                        _hear(answers)
+                    self._loop.post(lambda number=copy["commit"]: self._closed or self._kept(number))  # type: ignore[misc]
+        except (OSError, BadFile) as e:
+            reason = str(e)
+            self._loop.post(lambda: self._closed or self._failed(reason))
+
+
+def fetch(
+    loop: EventLoop,
+    address: Address,
+    token: str,
+    rank: int,
+    numbers: list[int],
+    done: Callable[[list[dict[str, Any]], list[int]], None],
+) -> None:
+    """Have a rank's copies brought from the guard that keeps them.
+
+    Args:
+        loop: where `done` is called, with the copies that came whole and the slots that they are in.
+        address, token: of that guard's keeper.
+        rank: whose copies.
+        numbers: which.
+    """
+
+    def run() -> None:
+        copies: list[dict[str, Any]] = []
+        slots: list[int] = []
+        with (
+            contextlib.suppress(OSError, BadFile),
+            _connect(address, {"token": token, "fetch": rank, "numbers": numbers}) as connection,
+        ):
+            stream = connection.makefile("rb")
+            while (copy := _read_line(stream)) is not None:
+                slots = slots or make_slots(copy["room"])
+                with mmap.mmap(slots[len(copies)], copy["bytes"]) as memory:
+                    _fill(memory, copy["bytes"], stream)
+                copies.append({**copy, "slot": len(copies)})
+        loop.post(lambda: done(copies, slots))
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def _connect(address: Address, hello: dict[str, Any]) -> socket.socket:
+    connection = socket.create_connection(address, timeout=_SILENT_S)
+    keep_alive(connection)
+    _send_line(connection, hello)
+    return connection
+
+
+def _shut(connection: socket.socket) -> None:
+    """End a connection that another thread uses, which finds out."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _send_line(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _hear(stream: IO[bytes]) -> dict[str, Any]:
+    """Read a message; raises ConnectionError if the other side has hung up."""
+    if (message := _read_line(stream)) is None:
+        raise ConnectionError("it has hung up")
+    return message
+
+
+def _read_line(stream: IO[bytes]) -> dict[str, Any] | None:
+    """Read a message; None where the other side has hung up."""
+    line = stream.readline(MAX_MESSAGE)
+    message = parse_json(line) if line.endswith(b"\n") else None
+    return message if isinstance(message, dict) else None
+
+
+def _fill(memory: mmap.mmap, size: int, stream: IO[bytes]) -> None:
+    """Read the beginning of a slot; raises ConnectionError if the other side hangs up."""
+    with memoryview(memory) as view:
+        at = 0
+        while at < size:
+            count = stream.readinto(view[at:size])  # type: ignore[attr-defined]
+            if not count:
+                raise ConnectionError("it has hung up")
+            at += count

@@ -1,0 +1,240 @@
+"""A process that takes over a rank: it meets the others, loads the last copies, and continues the run's history."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megalite.core.base.errors import require
+from megalite.core.base.log import logger
+from megalite.core.build import build_engine
+from megalite.core.engine import Engine
+from megalite.core.mesh.collectives import gather_texts
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.rendezvous import RENDEZVOUS_TIMEOUT, join_store, store_host, under_torchrun
+from megalite.runtime.checkpoint.load import find_good
+from megalite.runtime.checkpoint.manifest import read_manifest
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.loop.run import Run
+from megalite.runtime.options.run import Config
+from megalite.runtime.recover.copies import Copies
+from megalite.runtime.recover.hub import LOOPBACK
+from megalite.runtime.recover.member import guard
+from megalite.runtime.recover.messages import network
+from megalite.runtime.start.resume import Source
+
+# Key of the launcher's store.
+_HUB = "megalite/hub"
+
+
+def meet_guards(cfg: Config, ctx: ParallelContext) -> None:
+    """Connect the guards of all ranks, in the first round; every rank calls it.
+
+    Raises:
+        UserError: the run is to recover, and this process has no guard.
+    """
+    if cfg.run.recover == "none":
+        return
+    rank_guard = guard()
+    require(
+        rank_guard is not None,
+        f"--recover {cfg.run.recover}",
+        "needs ranks that can be started again",
+        "start them as pretrain_gpt.py, with torchrun or megalite train, or use --recover none",
+    )
+    assert rank_guard is not None
+    spares, rule = cfg.run.spare_ranks, "must be known before the ranks start"
+    require(rank_guard.turn["spares"] == spares, f"--spare-ranks {spares}", rule, "give it on the command line")
+    if rank_guard.round == 0:
+        alone = len(set(gather_texts(network(), ctx.world, ctx.device))) == 1
+        elsewhere, offer = cfg.run.recover == "host", ""
+        require(not (alone and elsewhere), "--recover host", "needs ranks on several hosts", "use --recover process")
+        if ctx.rank == 0:
+            offer = rank_guard.host(ctx.world.size, cfg.run.max_recoveries, alone, elsewhere)
+            if cfg.run.spare_ranks:
+                join_store()[0].set(_HUB, offer)
+        offer = gather_texts(offer, ctx.world, ctx.device)[0]
+        rank_guard.meet(ctx.rank, f"{LOOPBACK if alone else store_host()} {offer}", elsewhere)
+    rank_guard.met = time.monotonic()
+
+
+def find_hub(waits: bool) -> str:
+    """Ask the launcher's store where the guards meet; return what `GuardedRank.meet` takes.
+
+    What nobody listens at is from an earlier attempt: torchrun keeps one store across restarts.
+
+    Args:
+        waits: whether to wait until rank 0 has told; otherwise "" if it has not, or the launcher has no store then.
+    """
+    if not (waits or under_torchrun()):
+        return ""
+    store, deadline = join_store()[0], time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    while waits or store.check([_HUB]):
+        offer = store.get(_HUB).decode()
+        try:
+            socket.create_connection((store_host(), int(offer.split()[0])), timeout=30).close()
+        except OSError:
+            if not waits:
+                break
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+        else:
+            return f"{store_host()} {offer}"
+    return ""
+
+
+def guard_round() -> int:
+    """Number of recoveries before this process; 0 without a guard."""
+    rank_guard = guard()
+    return 0 if rank_guard is None else rank_guard.round
+
+
+def run_of(ctx: ParallelContext) -> str:
+    """Return the ID of the run that this process continues, "" for a new one; every rank calls it."""
+    rank_guard = guard()
+    return gather_texts(rank_guard.turn.get("run_id", "") if rank_guard else "", ctx.world, ctx.device)[0]
+
+
+def gave_up() -> bool:
+    """Whether recoveries are used up, and nothing is left to do but a save."""
+    rank_guard = guard()
+    return rank_guard is not None and bool(rank_guard.turn.get("gave_up"))
+
+
+def _saves_on_cpu() -> bool:
+    rank_guard = guard()
+    return rank_guard is not None and bool(rank_guard.turn.get("cpu"))
+
+
+def device_of(cfg: Config) -> str:
+    """Name this process's device, as `--device`: the CPU where two ranks would share a GPU for a last save."""
+    return "cpu" if _saves_on_cpu() else cfg.parallel.device
+
+
+def build(cfg: Config, ctx: ParallelContext) -> Engine[Config]:
+    """As `build_engine`; on a CPU that computes nothing, without the kernels that only a GPU has."""
+    if not _saves_on_cpu():
+        return build_engine(cfg, ctx)
+    train = replace(cfg.train, ops="auto", attention="auto", compile=False, fp8_emulate=cfg.train.fp8 != "off")
+    return replace(build_engine(replace(cfg, train=train), ctx), cfg=cfg)
+
+
+def began() -> float:
+    """When the first process of this rank began to train, as `time.monotonic`; now, if this is the first."""
+    rank_guard = guard()
+    return float(rank_guard.turn.get("began", 0.0) if rank_guard else 0.0) or time.monotonic()
+
+
+def open_copies(engine: Engine[Config]) -> Copies | None:
+    """Return the copies of this rank, with the newest loaded into the engine if there is one; None without a guard."""
+    if engine.cfg.run.recover == "none":
+        return None
+    rank_guard, optimizer = guard(), engine.optimizer
+    assert rank_guard is not None
+    copies = Copies(rank_guard, optimizer.states(), engine.cfg.run.recover == "host")
+    problems = copies.load(engine.ctx)
+    for problem in problems:
+        older = "the copies before it" if copies.restored else "the newest checkpoint on disk"
+        if engine.ctx.rank == 0:
+            logger.warning(f"{problem}: using {older} on all ranks")
+    if rank_guard.round and copies.restored is None and not problems and engine.ctx.rank == 0:
+        logger.warning("no copy is left that all ranks have: using the newest checkpoint on disk")
+    if copies.restored is not None:
+        optimizer.load_scalars(copies.restored["scalars"])
+        engine.scaler.load_scalars(copies.restored["scalars"])
+        optimizer.finish_load()
+    return copies
+
+
+def newest_of(engine: Engine[Config], checkpointer: Checkpointer) -> Source | None:
+    """Find the newest checkpoint of a run whose copies are lost: it counts more than what `--resume` says.
+
+    Returns:
+        It, the same on every rank; None if the run has saved none, or is new.
+    """
+    if guard_round() == 0:
+        return None
+    run, states = engine.cfg.run, engine.optimizer.states()
+    newest = find_good(checkpointer.root, engine.ctx, run.resume_fallback, states, checkpointer.mirror)
+    return Source(newest) if newest and newest.manifest.run_id == checkpointer.run_id else None
+
+
+def check_unchanged(restored: dict[str, Any] | None, now: dict[str, Any]) -> None:
+    """Refuse to go on from copies that were made with another config or other data.
+
+    Args:
+        restored: see `Copies`.
+        now: what checkpoints record of config and data.
+
+    Raises:
+        UserError: they have changed.
+    """
+    before = restored["meta"] if restored else now
+    changed = [name for name, value in json.loads(json.dumps(now)).items() if restored and value != before.get(name)]
+    rule = f"the copies in memory were made with another {', '.join(changed)}"
+    require(not changed, "--recover process", rule, "leave files of options and data alone, and start the run again")
+
+
+def continue_recovered(run: Run, restored: dict[str, Any]) -> None:
+    """Continue the history of the run's earlier processes: which checkpoints are its own, what a rewind counted."""
+    run.recovered, run.rewinds = restored["trained"], dict(restored["rewinds"])
+    for step, path in restored["continues"]:
+        run.continues = step, Path(path)
+        run.checkpointer.continues(path)
+    saved = [(step, Path(path)) for step, path in restored["saved"]]
+    # What rank 0 had not heard to be committed when it made the copy.
+    found = json.dumps([*_find_saved(run, saved), restored["weights"]]) if run.engine.ctx.rank == 0 else ""
+    run.written, whole, weights = json.loads(gather_texts(found, run.engine.ctx.world, run.engine.ctx.device)[0])
+    run.saved = [saved[i] for i in whole]
+    run.save_lost = saved[-1:] != run.saved[-1:]
+    # Its name may be that of one from before a rewind.
+    run.weights_lost = weights is not None and run.written.get(weights[0]) != weights[1]
+    for name in run.written:
+        run.checkpointer.adopt(name)
+
+
+def _find_saved(run: Run, saved: list[tuple[int, Path]]) -> tuple[dict[str, int], list[int]]:
+    """Find which checkpoints this run has committed, and the samples consumed at each; and which of `saved` there are.
+
+    Some may have been committed after the copy was made.
+    """
+    root, base = run.checkpointer.root, run.continues[0] if run.continues else -1
+    written = {}
+    for path in [*root.glob("step_*"), *root.glob("model_*")]:
+        with contextlib.suppress(BadCheckpoint):
+            if (path / "COMMIT").exists() and (manifest := read_manifest(path)).run_id == run.checkpointer.run_id:
+                written[path.name] = int(manifest.meta["consumed_samples"])
+    whole = [i for i, (step, path) in enumerate(saved) if step <= base or path.name in written]
+    whole = [i for i in whole if (saved[i][1] / "COMMIT").exists()]
+    if saved and saved[-1][0] > base and (name := saved[-1][1].name) not in run.rewinds:
+        # It may have been cut short, and its name be that of one from before a rewind.
+        consumed = run.engine.cfg.train.batches.samples(saved[-1][0]) + run.sample_offset
+        whole = [i for i in whole if i < len(saved) - 1 or written[name] == consumed]
+    return written, whole
+
+
+def record_recovery(run: Run) -> bool:
+    """Log and record what a recovery cost; return False if this is none."""
+    rank_guard = guard()
+    if rank_guard is None or rank_guard.round == 0:
+        return False
+    turn, now = rank_guard.turn, time.monotonic()
+    back = f"{turn['cause']}: back to step {run.step}"
+    if run.engine.ctx.rank != 0:
+        logger.info(back)  # other hosts' clocks say nothing of when it died
+        return True
+    gone, died, met = turn["gone"], turn["died"], rank_guard.met
+    logger.info(f"{back} in {now - died:.1f} s")
+    if turn["gave_up"]:
+        logger.info(f"{turn['gave_up']}: saving, then exiting")
+    seconds = {"end": gone - died, "meet": met - gone, "load": now - met}
+    told = {"round": rank_guard.round, "ranks": turn["ranks"], "cause": turn["cause"], "seconds": seconds}
+    run.metrics.event("recovery", step=run.step, **told)
+    return True

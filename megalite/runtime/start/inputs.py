@@ -1,0 +1,149 @@
+"""Input of a run: vocabulary and token data, checked for consistency."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megalite.core.base.errors import UserError
+from megalite.runtime.data import (
+    Dataset,
+    Datasets,
+    IndexedDataset,
+    MockDataset,
+    OwnDataset,
+    Samples,
+    Tokenizer,
+    bring_prefix,
+    build_datasets,
+    check_tokenizer_matches,
+    load_tokenizer,
+    prefixes_of,
+    read_sidecar,
+)
+from megalite.runtime.options.run import Config
+from megalite.runtime.places.downloads import bring_tree
+from megalite.runtime.places.store import is_url
+
+
+def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tokenizer | None]:
+    """Resolve the vocabulary size from the tokenizer or the data's description, unless given; load the tokenizer."""
+    bring_data(cfg)
+    tokenizer = load_tokenizer(path) if (path := cfg.local_data.tokenizer) else None
+    given = cfg.model.vocab_size
+    if given is not None:
+        if tokenizer is not None and tokenizer.vocab_size > given:
+            raise UserError(
+                f"--vocab-size {given}",
+                f"is smaller than the tokenizer's {tokenizer.vocab_size} entries",
+                f"use --vocab-size {tokenizer.vocab_size}",
+            )
+        return cfg, tokenizer
+    if tokenizer is not None:
+        size = tokenizer.vocab_size
+    elif cfg.data.mock_data:
+        size = 1024
+    elif own_data:
+        rule = "the vocabulary size cannot be inferred from train_data"
+        raise UserError("no vocab_size", rule, "give vocab_size to configure, or a tokenizer")
+    else:
+        prefixes = data_prefixes(cfg)
+        for prefix in prefixes:
+            IndexedDataset(prefix, check=False)
+        sidecars = [read_sidecar(prefix) for prefix in prefixes]
+        if any(d is None for d in sidecars):
+            raise UserError(
+                "no --vocab-size",
+                "the vocabulary comes from a tokenizer or from PREFIX.json beside the data, and there is neither",
+                "give --tokenizer or --vocab-size",
+            )
+        size = max(int(d["vocab_size"]) for d in sidecars if d is not None)
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=size)), tokenizer
+
+
+def with_vocab_size(cfg: Config) -> Config:
+    """Resolve the vocabulary size when a tokenizer or data is given; otherwise return cfg unchanged."""
+    has_source = cfg.data.tokenizer or cfg.data.data or cfg.data.mock_data
+    return resolve_vocabulary(cfg)[0] if has_source else cfg
+
+
+def data_prefixes(cfg: Config) -> list[str]:
+    """List the token files of the training data."""
+    if not cfg.data.data:
+        raise UserError("no --data", "training requires tokens", "give --data PREFIX, or --mock-data to try without")
+    return prefixes_of(cfg.local_data.data)
+
+
+def bring_data(cfg: Config) -> None:
+    """Make local stand-ins for the data and the tokenizer that are in a store."""
+    d, cache = cfg.data, cfg.run.cache_dir
+    for prefix in (word for word in (*d.data, *d.valid_data) if is_url(word)):
+        bring_prefix(prefix, cache, int(cfg.run.cache_gb * 1e9), cfg.run.read_patience)
+    if d.tokenizer is not None:
+        bring_tree(d.tokenizer, cache)
+
+
+def open_data(
+    cfg: Config,
+    tokenizer: Tokenizer | None,
+    train_data: Samples | None = None,
+    valid_data: Samples | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> Datasets:
+    """Open the data sets, and check them against the tokenizer and the vocabulary; or wrap those of the caller.
+
+    Args:
+        share: (rank, world): the ranks divide the checking of the files among them.
+    """
+    d, model, seed = cfg.data, cfg.model, cfg.train.seed
+    if train_data is not None:
+        datasets = _own_datasets(cfg, train_data, valid_data)
+    elif d.mock_data:
+        mock: Dataset = MockDataset(model.vocab, model.seq_len, seed)
+        datasets = Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1) if cfg.run.eval_every else None)
+    else:
+        datasets = _token_files(cfg, tokenizer, share)
+    if cfg.run.eval_every and datasets.valid is None:
+        given = "no valid_data" if train_data is not None else f"--split {d.split}"
+        raise UserError(
+            f"--eval-every {cfg.run.eval_every} with {given}",
+            "leaves no documents to evaluate on",
+            "give --split a second part (99,1,0), or --valid-data (valid_data in Python)",
+        )
+    return datasets
+
+
+def _own_datasets(cfg: Config, train: Samples, valid: Samples | None) -> Datasets:
+    """Wrap the samples of a caller."""
+    d, model = cfg.data, cfg.model
+    if d.data or d.valid_data or d.mock_data:
+        given = "--mock-data" if d.mock_data else f"--data {' '.join(d.data + d.valid_data)}"
+        raise UserError(f"{given} with train_data", "a run has one source of samples", "drop one of the two")
+    if d.within_documents:
+        given = f"document_mask {d.document_mask}, loss_on {d.loss_on}, loss_per {d.loss_per} with train_data"
+        rule = "data of your own marks documents and targets in the Rows that its sample(i) returns"
+        raise UserError(given, rule, "drop these options")
+    evaluated = OwnDataset(valid, model.seq_len, model.vocab, shuffle=False) if valid is not None else None
+    return Datasets(OwnDataset(train, model.seq_len, model.vocab, cfg.train.seed, d.shuffle), evaluated)
+
+
+def _token_files(cfg: Config, tokenizer: Tokenizer | None, share: tuple[int, int]) -> Datasets:
+    """Open the token files of `--data`."""
+    d, model, seed = cfg.local_data, cfg.model, cfg.train.seed
+    prefixes = data_prefixes(cfg)
+    if tokenizer is not None:
+        check_tokenizer_matches(prefixes + (prefixes_of(d.valid_data) if d.valid_data else []), tokenizer)
+    return build_datasets(
+        d.data,
+        split=d.split,
+        seq_len=model.seq_len,
+        seed=seed,
+        shuffle=d.shuffle,
+        vocab_size=model.vocab,
+        valid_data=d.valid_data,
+        evaluate=cfg.run.eval_every > 0,
+        document_mask=d.document_mask,
+        loss_on=d.loss_on,
+        loss_per=d.loss_per,
+        long_documents=d.long_documents,
+        share=share,
+    )

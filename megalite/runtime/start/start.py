@@ -1,0 +1,310 @@
+"""Open a run from its config: data, engine, run directory, and the state of an earlier run in it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.core.base.dtypes import DTYPES
+from megalite.core.base.errors import step_range
+from megalite.core.base.log import logger, setup_logging
+from megalite.core.engine import Engine
+from megalite.core.mesh.agree import agree, check_equal
+from megalite.core.mesh.collectives import gather_texts
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.model.dropout import VERSION_OF_MASKS
+from megalite.core.model.parameters import describe_parameters
+from megalite.core.ops.attention import why_masked
+from megalite.core.optim.check_buckets import check_buckets
+from megalite.core.options.fp8 import describe_fp8
+from megalite.runtime.checkpoint.hf.start import load_hf
+from megalite.runtime.checkpoint.mirror import Mirror
+from megalite.runtime.checkpoint.names import step_folders
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.data import (
+    VERSION_OF_DATA,
+    Datasets,
+    Samples,
+    Tokenizer,
+    chat_template_of,
+    mask_path,
+    prefixes_of,
+    share_of,
+)
+from megalite.runtime.loop.run import Run, open_loader
+from megalite.runtime.loop.spike import SpikeDetector
+from megalite.runtime.options import cli
+from megalite.runtime.options.fields import by_group
+from megalite.runtime.options.run import Config
+from megalite.runtime.places.downloads import bring_tree
+from megalite.runtime.record.gpu_readings import GpuReadings
+from megalite.runtime.record.metrics import MetricsLogger
+from megalite.runtime.record.profile import StepProfiler
+from megalite.runtime.record.schedule_recorder import Recorder
+from megalite.runtime.recover import restore
+from megalite.runtime.recover.copies import Copies
+from megalite.runtime.start.inputs import open_data, resolve_vocabulary
+from megalite.runtime.start.resume import Source, check_folders, choose_checkpoint, log_start, resume
+from megalite.runtime.start.run_dir import make_run_dir, write_config, write_pid
+from megalite.runtime.watch.heartbeat import Heartbeat
+from megalite.runtime.watch.watchdog import IDLE, OWN
+
+
+def open_run(
+    cfg: Config, ctx: ParallelContext, train_data: Samples | None = None, valid_data: Samples | None = None
+) -> Run:
+    """Check everything, build the engine, and resume from the run directory's last checkpoint if there is one.
+
+    Args:
+        cfg: all options.
+        ctx: this rank's axes.
+        train_data, valid_data: samples of the caller's own, in place of `--data`.
+
+    Raises:
+        UserError: a request cannot be met on some rank; raised on every rank, after everything opened is closed again.
+    """
+    with contextlib.ExitStack() as exit_stack:
+        restore.meet_guards(cfg, ctx)
+        agree(ctx, lambda: check_folders(cfg))
+        heartbeat = Heartbeat(cfg.run.folder, ctx, cfg.run.watchdog_timeout, cfg.run.recover != "none")
+        exit_stack.callback(heartbeat.close)
+        cfg, tokenizer = agree(ctx, lambda: resolve_vocabulary(cfg, train_data is not None))
+        text = cli.to_yaml(cfg)
+        check_equal(ctx, "the configuration", digest_of(text), "start every rank with the same flags and files")
+        cfg.num_microbatches(ctx.dp.size)
+        heartbeat.beat("set-up: data", patience=OWN)
+        datasets = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data)
+        heartbeat.beat("set-up: model", patience=OWN)
+        engine = agree(ctx, lambda: restore.build(cfg, ctx))
+        check_buckets(engine.optimizer.buckets, ctx)
+        run_dir = cfg.run.folder
+        agree(ctx, lambda: make_run_dir(run_dir))
+        agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))
+        if restore.guard_round() == 0:
+            log_banner(engine)
+        heartbeat.beat("set-up: checkpoint", patience=OWN)
+        copies = restore.open_copies(engine)
+        checkpointer = _make_checkpointer(cfg, run_dir, ctx, restore.run_of(ctx))
+        exit_stack.callback(checkpointer.close)
+        source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer, copies)
+        # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
+        agree(ctx, lambda: write_config(run_dir, text) if ctx.rank == 0 else None)
+        checkpointer.take()
+        if copies:
+            agree(ctx, lambda: write_pid(run_dir, ctx.rank))
+        run = make_run(
+            engine, datasets=datasets, meta=meta, state=state, checkpointer=checkpointer, heartbeat=heartbeat
+        )
+        run.copies, run.only_saves = copies, restore.gave_up()
+        _record_start(run, source)
+        exit_stack.pop_all()
+        run.heartbeat.beat("between calls", run.step, IDLE)
+        return run
+
+
+def _starting_point(
+    engine: Engine[Config],
+    datasets: Datasets,
+    tokenizer: Tokenizer | None,
+    checkpointer: Checkpointer,
+    copies: Copies | None,
+) -> tuple[Source | None, dict[str, Any], dict[str, Any]]:
+    """Load the state that the run starts from, unless it was restored from copies.
+
+    Returns:
+        The checkpoint, if it was one; what checkpoints of this run record; the metadata that the run continues from.
+    """
+    cfg, ctx, restored = engine.cfg, engine.ctx, copies.restored if copies else None
+    source = None
+    if not restored:
+        source = restore.newest_of(engine, checkpointer) or choose_checkpoint(engine, checkpointer.mirror)
+    datasets.use_version(restored["data_version"] if restored else source.data_version if source else VERSION_OF_DATA)
+    meta = {"config": by_group(cfg), **_hashes(datasets, ctx, tokenizer)}
+    restore.check_unchanged(restored, meta)
+    state = restored or (source.state(resume(engine, source, meta)) if source else init_weights(engine))
+    prefixes, learned = prefixes_of(cfg.local_data.data) if cfg.data.data else (), state.get("chat_template")
+    meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned))
+    if source:
+        log_start(engine, source, meta)
+    return source, meta, state
+
+
+def _open_same_data(
+    cfg: Config,
+    ctx: ParallelContext,
+    tokenizer: Tokenizer | None,
+    train_data: Samples | None,
+    valid_data: Samples | None,
+) -> Datasets:
+    """Open the data, the same on all ranks."""
+    datasets = agree(ctx, lambda: open_data(cfg, tokenizer, train_data, valid_data, (ctx.rank, ctx.world.size)))
+    identity = agree(ctx, datasets.identity)
+    check_equal(ctx, "the data", digest_of(identity), "give every host the same files")
+    return datasets
+
+
+def _make_checkpointer(cfg: Config, run_dir: Path, ctx: ParallelContext, run_id: str) -> Checkpointer:
+    run, place = cfg.run, Mirror.of(cfg.run.run_dir, run_dir, cfg.run.upload_patience)
+    scratch = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
+    return Checkpointer(run_dir / "checkpoints", ctx, run_id, run.keep_last, run.save_errors, scratch, place)
+
+
+def _hashes(datasets: Datasets, ctx: ParallelContext, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return what a checkpoint records of the data: rank 0 alone may have to read files for it."""
+    text = agree(ctx, lambda: json.dumps(datasets.content_hashes()) if ctx.rank == 0 else "")
+    hashes = json.loads(gather_texts(text, ctx.world, ctx.device)[0])
+    return {
+        **hashes,
+        "data_version": datasets.train.version,
+        "mask_version": VERSION_OF_MASKS,
+        "tokenizer_sha256": tokenizer.sha256 if tokenizer else None,
+    }
+
+
+def _record_start(run: Run, source: Source | None) -> None:
+    """Record in metrics.jsonl what the run starts from, and continue the history of that checkpoint."""
+    if run.copies is not None and run.copies.restored is not None:
+        restore.continue_recovered(run, run.copies.restored)
+    elif source and not source.resets:
+        continue_history(run, source.path)
+    origin = {"checkpoint": str(source.path), "resets": " ".join(source.resets)} if source else {}
+    if restore.record_recovery(run):
+        return
+    event = "resume" if source else "start"
+    run.metrics.event(event, step=run.step, consumed_samples=run.consumed_samples, **origin)
+
+
+def digest_of(text: str) -> str:
+    """Return a short hash, for `check_equal`."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def continue_history(run: Run, source: Path) -> None:
+    """Make the checkpoint that a run starts from, and those before it in its folder, part of this run's history."""
+    run.continues = run.step, source
+    run.checkpointer.continues(source)
+    older = step_folders(source.parent) if source.parent == run.checkpointer.root else []
+    run.saved = [(step, path) for step, path in reversed(older) if step < run.step] + [(run.step, source)]
+
+
+def init_weights(engine: Engine[Config]) -> dict[str, Any]:
+    """Give a new run its weights, random or from a Hugging Face folder; return what a checkpoint would record."""
+    folder = engine.cfg.run.init_from_hf
+    if folder is None:
+        engine.optimizer.init_parameters(engine.cfg.train.seed)
+        logger.info(f"new run: random weights of --seed {engine.cfg.train.seed}")
+    else:
+        local = agree(engine.ctx, lambda: bring_tree(folder, engine.cfg.run.cache_dir))
+        source = load_hf(local, engine.cfg.model, engine.optimizer.states(), engine.ctx)
+        engine.optimizer.finish_load()
+        logger.info(f"weights from {folder} ({source.dtype}); the optimizer starts at zero")
+        source.log_left_out(engine.cfg.model)
+    return {"step": 0, "consumed_samples": 0}
+
+
+def make_run(
+    engine: Engine[Config],
+    *,
+    datasets: Datasets,
+    meta: dict[str, Any],
+    state: dict[str, Any],
+    checkpointer: Checkpointer,
+    heartbeat: Heartbeat,
+) -> Run:
+    """Make the run, given the state that it starts from."""
+    cfg, ctx = engine.cfg, engine.ctx
+    run_dir, sizes = cfg.run.folder, cfg.train.batches
+    step, consumed = int(state["step"]), int(state["consumed_samples"])
+    following = sizes.following(step)
+    datasets.resume_position(state)
+    loader = open_loader(engine, datasets.train, following, consumed)
+    make_metrics = partial(
+        MetricsLogger,
+        run_dir,
+        ctx.rank,
+        total_steps=cfg.train.train_steps,
+        log_every=cfg.run.log_every,
+        tensorboard=cfg.run.tensorboard,
+        wandb_project=cfg.run.wandb_project,
+        config=meta["config"],
+    )
+    metrics = agree(ctx, make_metrics)
+    profiler = agree(ctx, lambda: StepProfiler(cfg, ctx))
+    steps = step_range("--record-schedule", cfg.run.record_schedule)
+    share = share_of(sizes.size(max(1, steps.start)), ctx.dp.size, ctx.dp.rank)
+    count = len(share) // cfg.train.micro_batch_size
+    recorder = Recorder(run_dir / "schedule", ctx, engine.executor, engine.schedule_of(count), steps)
+    threshold = cfg.run.spike_threshold if cfg.run.on_spike != "ignore" else math.inf
+    spikes = SpikeDetector(threshold, state.get("loss_history", ()))
+    engine.executor.observers = (heartbeat,)
+    return Run(
+        engine=engine,
+        datasets=datasets,
+        loader=loader,
+        metrics=metrics,
+        checkpointer=checkpointer,
+        recorder=recorder,
+        profiler=profiler,
+        gpu=GpuReadings(ctx.device if ctx.rank == 0 else torch.device("cpu")),
+        meta=meta,
+        heartbeat=heartbeat,
+        spikes=spikes,
+        step=step,
+        sample_offset=consumed - sizes.samples(step),
+        skipped_steps=int(state.get("skipped_steps", 0)),
+    )
+
+
+def log_banner(engine: Engine[Config]) -> None:
+    """Log what is about to be trained."""
+    cfg, ctx = engine.cfg, engine.ctx
+    *fewer, count = cfg.microbatch_counts(ctx.dp.size)
+    others = "".join(f", {axis.name} {axis.size}" for axis in (ctx.axis("cp"), ctx.ep) if axis.size > 1)
+    sharing = f"ZeRO-{cfg.parallel.zero}" + f", gradients {cfg.train.compress}" * (cfg.train.compress != "none")
+    logger.info(
+        f"{cfg.model.arch}, {describe_parameters(cfg.model)}, on {ctx.world.size} x {ctx.device.type}: "
+        f"dp {ctx.dp.size}, pp {ctx.pp.size}, tp {ctx.tp.size}{others}; {f'{fewer[0]} to ' if fewer else ''}{count} "
+        f"micro-batch{'es' * (count > 1)} of {cfg.train.micro_batch_size} per dp rank and step; "
+        f"{cfg.train.precision}{describe_fp8(cfg.model, cfg.train)}, {sharing}"
+    )
+    if cfg.peak_rate:
+        logger.info(f"peak learning rate {cfg.peak_rate}")
+    _log_documents(engine)
+    _log_sharding(engine)
+
+
+def _log_documents(engine: Engine[Config]) -> None:
+    """Log how attention stays within documents, if it does."""
+    cfg, dtype = engine.cfg, DTYPES[engine.cfg.train.precision]
+    packed = cfg.data.data and any(mask_path(prefix).exists() for prefix in prefixes_of(cfg.local_data.data))
+    if not packed and not cfg.data.document_mask:
+        return
+    model = cfg.model
+    why = why_masked(engine.ctx.device, dtype, model.head_size, model.attention_softcap)
+    how = "FlashAttention over each" if why is None else f"a mask of seq_len x seq_len ({why})"
+    how = "block by block, with dropout" if model.attention_dropout else how
+    logger.info(f"attention within documents: {how}")
+
+
+def _log_sharding(engine: Engine[Config]) -> None:
+    """Log options for data-parallel ranks that have no effect here, and what ZeRO-3 shards."""
+    cfg, buckets = engine.cfg, engine.optimizer.buckets
+    p, alone = cfg.parallel, engine.ctx.batch.size == 1
+    if cfg.train.compress != "none" and alone:
+        logger.info(f"--compress {cfg.train.compress}: dp is 1, so no gradients are sent and none are compressed")
+    if p.zero > 1 and alone and cfg.train.offload != "optimizer+params":
+        logger.info(f"--zero {p.zero}: dp is 1, so there is nothing to shard")
+    if p.zero == 3 and not alone:
+        unsharded = sum(param.numel() for b in buckets if not b.sharded.weights for param in b.params)
+        total, ranks = sum(param.numel() for b in buckets for param in b.params), buckets[0].share_axis.size
+        logger.info(
+            f"ZeRO-3: {total - unsharded:,} weights of this rank are sharded over {ranks} ranks; {unsharded:,} of "
+            f"small layers are not (--zero-whole-below {p.zero_whole_below:,})"
+        )
