@@ -287,9 +287,14 @@ def delta_nets(device: torch.device, dtype: torch.dtype, size: Sizes, compiled: 
 
 
 GROUPS = {
-    "norms": norms, "rope": rope, "activations": activations, "cross_entropy": cross_entropy, "flat": flat,
-    "wgrad": wgrad, "delta_nets": delta_nets,
-}  # fmt: skip
+    "norms": norms,
+    "rope": rope,
+    "activations": activations,
+    "cross_entropy": cross_entropy,
+    "flat": flat,
+    "wgrad": wgrad,
+    "delta_nets": delta_nets,
+}
 
 
 def device_name(device: torch.device) -> str:
@@ -313,11 +318,16 @@ def measure(bench: Bench, copy: float, device: torch.device, samples: int) -> li
     reference = next(iter(times.values()))
     return [
         Row(
-            bench.name, name, t * 1e3, bench.bytes / t / 1e9, bench.bytes / t / copy, reference / t,
+            bench.name,
+            name,
+            t * 1e3,
+            bench.bytes / t / 1e9,
+            bench.bytes / t / copy,
+            reference / t,
             bench.goal if device.type == "cuda" else None,
         )
         for name, t in times.items()
-    ]  # fmt: skip
+    ]
 
 
 def best(rows: list[Row]) -> dict[str, Row]:

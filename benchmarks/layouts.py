@@ -80,16 +80,30 @@ def compare(model: list[str], layouts: dict[str, str], calibration: Path, folder
     for i, (name, flags) in enumerate(layouts.items()):
         seconds, terms = measure([*model, *flags.split()], folder / str(i)), predicted[name]
         total = sum(terms.values())
-        rows.append({"layout": name, "flags": flags, "predicted_s": total, "measured_s": seconds,
-                     "error": total / seconds - 1, "terms": terms})  # fmt: skip
+        rows.append(
+            {
+                "layout": name,
+                "flags": flags,
+                "predicted_s": total,
+                "measured_s": seconds,
+                "error": total / seconds - 1,
+                "terms": terms,
+            }
+        )
         print(f"{name:<30}{total:>10.3f}{seconds:>10.3f}{total / seconds - 1:>+9.1%}", flush=True)
     best = [min(rows, key=lambda row: row[key])["layout"] for key in ("predicted_s", "measured_s")]
     print(f"fastest: predicted {best[0]}, measured {best[1]}")
     about = json.loads(calibration.read_text())
     largest = max(abs(row["error"]) for row in rows)
     fastest = dict(zip(("predicted", "measured"), best))
-    return {"run": model, "ranks": RANKS, "layouts": rows, "largest_error": largest, "fastest": fastest,
-            "calibration": about}  # fmt: skip
+    return {
+        "run": model,
+        "ranks": RANKS,
+        "layouts": rows,
+        "largest_error": largest,
+        "fastest": fastest,
+        "calibration": about,
+    }
 
 
 def main() -> int:

@@ -47,13 +47,23 @@ def resident() -> tuple[int, int]:
 
 def config(args: argparse.Namespace, cp: int, comm: str) -> Config:
     model = ModelConfig.from_arch(
-        "llama", num_layers=args.layers, hidden_size=args.hidden, num_heads=args.heads, num_kv_heads=args.heads // 2,
-        vocab_size=256, seq_len=args.tokens, window=args.window or None,
-    )  # fmt: skip
+        "llama",
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_heads=args.heads,
+        num_kv_heads=args.heads // 2,
+        vocab_size=256,
+        seq_len=args.tokens,
+        window=args.window or None,
+    )
     train = TrainConfig(
-        micro_batch_size=1, global_batch_size=1, train_steps=args.steps, recompute=args.recompute, precision="fp32",
+        micro_batch_size=1,
+        global_batch_size=1,
+        train_steps=args.steps,
+        recompute=args.recompute,
+        precision="fp32",
         loss_chunk=min(4096, args.tokens // cp),
-    )  # fmt: skip
+    )
     return Config(model=model, parallel=ParallelConfig(cp=cp, cp_comm=comm, device="cpu"), train=train)  # type: ignore[arg-type]
 
 

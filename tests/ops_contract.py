@@ -114,8 +114,12 @@ _NORMS: tuple[tuple[str, Callable[..., Sequence[Tensor]], Callable[..., Sequence
 
 def _norm_cases() -> Iterator[Case]:
     for shape, strided in (
-        ((5, 3, 64), False), ((4, 2, 37), False), ((1, 1, 1), False), ((0, 2, 16), False), ((3, 4, 257), True),
-    ):  # fmt: skip
+        ((5, 3, 64), False),
+        ((4, 2, 37), False),
+        ((1, 1, 1), False),
+        ((0, 2, 16), False),
+        ((3, 4, 257), True),
+    ):
 
         def inputs(g: torch.Generator, shape: Any = shape, strided: bool = strided) -> list[Tensor]:
             x, residual = _randn(g, *shape, strided=strided), _randn(g, *shape)

@@ -113,9 +113,15 @@ def resolve_ops(cfg: StepConfig, ctx: ParallelContext) -> Ops:
         logger.info(f"--cp-comm auto: {comm} ({why})")
     long = LONG_ON_CPU if device.type == "cpu" and m.seq_len >= LONG_ON_CPU else None
     shared = share_attention(
-        comm, head_ranks(m, cfg.parallel), ctx, replace(ops, attention=attention), m.attention_sinks,
-        dropout=m.attention_dropout > 0, recomputed=cfg.train.recompute != "none", long=long,
-    )  # fmt: skip
+        comm,
+        head_ranks(m, cfg.parallel),
+        ctx,
+        replace(ops, attention=attention),
+        m.attention_sinks,
+        dropout=m.attention_dropout > 0,
+        recomputed=cfg.train.recompute != "none",
+        long=long,
+    )
     # What communicates, or goes block by block, stays outside of compiled code.
     if cfg.train.compile and shared is not attention:
         shared = torch.compiler.disable(shared)

@@ -80,7 +80,9 @@ def train_step(
             failed. All ranks learn this from the same all-reduce.
         loss_limit: a mean loss above it is a spike, and the update is skipped.
     """
-    cfg, scale, rows = engine.cfg, engine.scaler.scale, to_rows(batch, engine)
+    cfg = engine.cfg
+    scale = engine.scaler.scale
+    rows = to_rows(batch, engine)
     # Gradients are of the loss sum divided by the tokens of the largest batch; the true weight comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
     loss_sum = forward_backward(engine, rows, step, scale / full)
@@ -252,7 +254,9 @@ def to_rows(batch: Batch, engine: Engine[StepConfig]) -> Rows:
     if isinstance(batch, Rows):
         return batch
     tokens = np.asarray(batch.cpu() if isinstance(batch, torch.Tensor) else batch)
-    sizes, length, dp = engine.cfg.train.batches.sizes, engine.cfg.model.seq_len + 1, engine.ctx.dp
+    sizes = engine.cfg.train.batches.sizes
+    length = engine.cfg.model.seq_len + 1
+    dp = engine.ctx.dp
     shapes = [(len(share_of(size, dp.size, dp.rank)), length) for size in sizes]
     if tokens.shape not in shapes or tokens.dtype.kind not in "iu":
         rule = f"must be token ids [global_batch_size / dp, seq_len + 1] = {' or '.join(str([*s]) for s in shapes)}"

@@ -41,7 +41,10 @@ def local_words(command: str, words: Iterable[str]) -> Iterator[list[str]]:
         StoreError: there is no such thing in the store, or it cannot be read or written.
         UserError: there is already what would be written, or the command knows only paths there.
     """
-    out, flag, uploads, words = [], "", list[tuple[Path, str]](), list(words)
+    out = []
+    flag = ""
+    uploads = list[tuple[Path, str]]()
+    words = list(words)
     for_another = False
     with contextlib.ExitStack() as remove:
         for word in words:

@@ -138,8 +138,9 @@ def test_a_failure_is_restarted(tmp_path: Path) -> None:
     assert started.end() == 0, started.err()
     assert (tmp_path / "again_0").exists()
     assert started.err().splitlines() == [
-        "error: rank 1 ended with exit code 5: see its message above", "restart 1 of 1: all ranks again"
-    ]  # fmt: skip
+        "error: rank 1 ended with exit code 5: see its message above",
+        "restart 1 of 1: all ranks again",
+    ]
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:

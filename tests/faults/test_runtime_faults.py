@@ -292,8 +292,14 @@ def test_loss_spike_rewinds_and_skips(zygote: Zygote, tmp_path: Path) -> None:
     assert event["next_sample"] == 88
     steps, _ = outcome(once / "run")
     assert [(step, samples) for step, _, _, samples in steps[7:]] == [
-        (8, 64), (9, 96), (10, 104), (11, 112), (12, 120), (13, 124), (14, 128)
-    ]  # fmt: skip
+        (8, 64),
+        (9, 96),
+        (10, 104),
+        (11, 112),
+        (12, 120),
+        (13, 124),
+        (14, 128),
+    ]
     assert max(loss for _, loss, _, _ in steps) < 10
     # Killed in the second step 10, after the rewind and before the next save.
     kill = {"rank": 1, "kind": "kill", "place": "data", "at": 120}

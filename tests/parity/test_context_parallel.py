@@ -26,7 +26,7 @@ from tests.parity.test_zero import (
     put_together,
     scaled,
     trained,
-)  # fmt: skip
+)
 from tests.workers import WorkerPool
 
 GEMMA2, GEMMA3 = jobs.gemma2(), jobs.gemma3()

@@ -60,8 +60,9 @@ def plain_steps(cfg: Config, hf: Any = None) -> list[tuple[float, float]]:
     groups = [group(ends, 1, o.weight_decay), group(vectors, 1, 0.0)]
     width = math.sqrt(M) if o.optimizer == "muon" else M
     own = [group(matrices, width, o.weight_decay * width)]
-    optimizers: list[Any] = [torch.optim.AdamW([*groups, *(own if o.optimizer == "adamw" else [])],
-                                               betas=(o.beta1, o.beta2), eps=o.eps / M)]  # fmt: skip
+    optimizers: list[Any] = [
+        torch.optim.AdamW([*groups, *(own if o.optimizer == "adamw" else [])], betas=(o.beta1, o.beta2), eps=o.eps / M)
+    ]
     if o.optimizer == "muon":
         optimizers.append(torch.optim.Muon(own, momentum=0.95, adjust_lr_fn="match_rms_adamw"))
     out = []

@@ -145,8 +145,11 @@ def test_rates_count_steps_or_samples_and_evaluation_does_not_change(tmp_path: P
     assert [step["lr"] for step in by_samples] == pytest.approx([1.25e-3, 2.5e-3, 5e-3, 1e-2, 5e-3])
     assert [step["weight_decay"] for step in by_samples] == pytest.approx([0.025, 0.05, 0.1, 0.2, 0.3])
     log = (tmp_path / "steps" / "logs" / "rank_0.log").read_text()
-    for line in ("--batch-size-schedule: 4 samples, 8 from step 3 on, 16 from step 4 on",
-                 "global batch size 8 -> 16 from step 4 on", "; 1 to 4 micro-batches of 4 per dp rank"):  # fmt: skip
+    for line in (
+        "--batch-size-schedule: 4 samples, 8 from step 3 on, 16 from step 4 on",
+        "global batch size 8 -> 16 from step 4 on",
+        "; 1 to 4 micro-batches of 4 per dp rank",
+    ):
         assert line in log
     log = (tmp_path / "samples" / "logs" / "rank_0.log").read_text()
     assert "warm-up of 32 samples: 4 steps\n" in log

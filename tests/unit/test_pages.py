@@ -201,9 +201,17 @@ def test_the_family_is_that_of_transformers(recipes: Any, tmp_path: Path) -> Non
 
     torch.manual_seed(0)
     config = transformers.Starcoder2Config(
-        vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.1, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=90,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     theirs = transformers.Starcoder2ForCausalLM(config)
     for name, parameter in theirs.named_parameters():
         if name.endswith("bias") or "norm" in name:

@@ -82,7 +82,9 @@ class RankFile(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.path, self.dropped, self._reported = path, 0, False
+        self.path = path
+        self.dropped = 0
+        self._reported = False
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def emit(self, record: logging.LogRecord) -> None:

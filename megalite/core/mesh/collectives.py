@@ -90,7 +90,9 @@ class PendingWork:
     """
 
     def __init__(self, work: Any, *keep: torch.Tensor, sent: int = 0) -> None:
-        self._work, self._keep, self.sent = work, keep, sent
+        self._work = work
+        self._keep = keep
+        self.sent = sent
 
     def wait(self) -> None:
         """Block (CPU) or order the current stream after the collective (CUDA)."""
@@ -191,7 +193,9 @@ def start_shift(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
     """Start sending `x` to the next rank of a ring; returns (what the previous one sends, work)."""
     if axis.size == 1:
         return x, FinishedWork()
-    x, received, sent = x.contiguous(), [0] * axis.size, [0] * axis.size
+    x = x.contiguous()
+    received = [0] * axis.size
+    sent = [0] * axis.size
     sent[(axis.rank + 1) % axis.size] = received[(axis.rank - 1) % axis.size] = len(x)
     out = torch.empty_like(x)
     work = dist.all_to_all_single(out, x, received, sent, group=axis.group, async_op=True)
@@ -256,7 +260,9 @@ class _GatherSequence(torch.autograd.Function):
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, sent: Splits, received: Splits) -> torch.Tensor:
-        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        ctx.axis = axis
+        ctx.sent = sent
+        ctx.received = received
         out = x.new_empty(sum(received), *x.shape[1:])
         all_to_all(out, x.contiguous(), axis, received, sent).wait()
         return out

@@ -67,7 +67,9 @@ def gpu_capability() -> int | None:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    device = ctypes.c_void_p()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     if library.nvmlInit_v2():
         return None
     try:

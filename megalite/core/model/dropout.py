@@ -66,7 +66,9 @@ class Dropout:
     """
 
     def __init__(self, rate: float, words: MaskWords, place: tuple[int, str], keep_mask: Callable[..., Tensor]) -> None:
-        self.rate, self.words, self.keep_mask = rate, words, keep_mask
+        self.rate = rate
+        self.words = words
+        self.keep_mask = keep_mask
         self.key = pair(derive(words.seed, "dropout", *place))
 
     def __call__(self, x_SBH: Tensor, fwd: ForwardPass) -> Tensor:

@@ -64,7 +64,9 @@ class GPTStage(nn.Module):
         super().__init__()
         cfg = layers.cfg
         self._offload = offload
-        self.first, self.last, self.recompute = first, last, recompute
+        self.first = first
+        self.last = last
+        self.recompute = recompute
         self.queue, self.routing = layers.queue, layers.routing
         self._recompute_options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         self._recompute_options["context_fn"] = layers.routing.passes
@@ -191,7 +193,9 @@ class LMHead(ColumnParallelLinear):
 
     def __init__(self, layers: Layers, loss_chunk: int, label_smoothing: float, z_loss: float) -> None:
         super().__init__(**layers.linear("lm_head"))
-        self.vocab_size, self.loss_chunk, self.label_smoothing = layers.cfg.vocab, loss_chunk, label_smoothing
+        self.vocab_size = layers.cfg.vocab
+        self.loss_chunk = loss_chunk
+        self.label_smoothing = label_smoothing
         self.softcap, self.z_loss = layers.cfg.logit_softcap, z_loss
         self.scale = 1 / layers.cfg.width_multiplier
 

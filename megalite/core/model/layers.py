@@ -139,7 +139,9 @@ class Layers:
 
     def experts(self, name: str) -> GroupedLinear:
         """Make the linear layers of this rank's experts with the declared weights."""
-        spec, weight, bias = self.specs[f"{name}.weight"], self._matrix(f"{name}.weight"), self._bias(name)
+        spec = self.specs[f"{name}.weight"]
+        weight = self._matrix(f"{name}.weight")
+        bias = self._bias(name)
         products = GroupedProducts(self.ops)
         if self.fp8 is not None and self._in_fp8(spec):
             products = Fp8GroupedProducts(self._fp8_products(spec, self.fp8))
@@ -212,7 +214,10 @@ class Norm(nn.Module):
         zero_centered: bool = False,
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.eps, self.zero_centered = weight, bias, eps, zero_centered
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+        self.zero_centered = zero_centered
         self.norm, self.add_norm = functions
 
     def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:

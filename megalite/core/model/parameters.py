@@ -31,7 +31,9 @@ NORM_NAMES = {
 @lru_cache(maxsize=16)
 def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     """List every parameter of the model, whatever the layout. Matrices are [out, in]; q|k|v and gate|up are packed."""
-    hidden, vocab, std = cfg.hidden_size, cfg.vocab, cfg.init_std
+    hidden = cfg.hidden_size
+    vocab = cfg.vocab
+    std = cfg.init_std
     specs: list[ParamSpec] = []
 
     def vocabulary(name: str, **options: Any) -> None:

@@ -43,7 +43,10 @@ class Rotary:
     """
 
     def __init__(self, dim: int, theta: float, scaling: RopeScaling | None, divisor: float = 1.0) -> None:
-        self.dim, self.theta, self.scaling, self.divisor = dim, theta, scaling, divisor
+        self.dim = dim
+        self.theta = theta
+        self.scaling = scaling
+        self.divisor = divisor
         self._amplitude = 1.0 if scaling is None else scaling.amplitude
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 

@@ -45,9 +45,20 @@ def adamw(
     # The kernel expects the step after its increment, as torch's optimizer calls it.
     steps = [torch.tensor(float(step), device=param.device)]
     torch._fused_adamw_(
-        [param], [grad], [exp_avg], [exp_avg_sq], [], steps,
-        lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
-    )  # fmt: skip
+        [param],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        steps,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
     if out_param is not None:
         out_param.copy_(param)
 

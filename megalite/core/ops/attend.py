@@ -56,9 +56,16 @@ def _scores(
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, causal: bool, scale: float, softcap: float | None,
-    keep: Tensor | None, rate: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+    keep: Tensor | None,
+    rate: float,
+) -> tuple[Tensor, Tensor]:
     """Compute the formula, with the scores in memory."""
     scores, _ = _scores(q, k, visible, causal, scale, softcap)
     lse = scores.logsumexp(-1)
@@ -149,17 +156,41 @@ def _cuda_backward(
     zero = torch.zeros((), dtype=torch.int64, device=q.device)  # state of dropout, which is off
     if _flash_fits(q, visible):
         dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, zero, zero,
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            zero,
+            zero,
             scale=scale,
-        )  # fmt: skip
+        )
         return dq, dk, dv
     heads, groups = q.shape[1], k.shape[1]
     bias = _whole_bias(visible, q)
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _LSE_ROWS))
     dq, dk, dv, _ = _ops._scaled_dot_product_efficient_attention_backward(
-        dout, q, _per_query_head(k, heads), _per_query_head(v, heads), bias, out, padded, zero, zero, 0.0,
-        [True, True, True, False], causal, scale=scale,
-    )  # fmt: skip
+        dout,
+        q,
+        _per_query_head(k, heads),
+        _per_query_head(v, heads),
+        bias,
+        out,
+        padded,
+        zero,
+        zero,
+        0.0,
+        [True, True, True, False],
+        causal,
+        scale=scale,
+    )
     dk, dv = (x.unflatten(1, (groups, heads // groups)).sum(2) for x in (dk, dv))
     return dq, dk, dv
 
@@ -198,14 +229,24 @@ def dropped(
 
 
 def dropped_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor, scale: float,
-    keep: Tensor, rate: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    visible: Tensor,
+    scale: float,
+    keep: Tensor,
+    rate: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `dropped`: p (keep dp / (1 - rate) - delta), one term in each call.
 
     delta is 0 where out is, dp where v is, and p / (1 - rate) has another log-sum-exp.
     """
-    less, no_out, no_values = lse + math.log1p(-rate), torch.zeros_like(out), torch.zeros_like(v)
+    less = lse + math.log1p(-rate)
+    no_out = torch.zeros_like(out)
+    no_values = torch.zeros_like(v)
     dq, dk, dv = _by_kernel_backward(dout, q, k, v, no_out, less, visible & keep, False, scale)
     dq_all, dk_all, _ = _by_kernel_backward(dout, q, k, no_values, out, lse, visible, False, scale)
     return dq + dq_all, dk + dk_all, dv

@@ -102,7 +102,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, windo
     group = heads // k.shape[1]
     grouped: dict[str, Any] = {"enable_gqa": True} if group > 1 else {}
     if group > 1 and not _varlen_takes_groups():
-        k, v, grouped = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), {}
+        k = k.repeat_interleave(group, 1)
+        v = v.repeat_interleave(group, 1)
+        grouped = {}
     q_TND, k_TGD, v_TGD = (t.transpose(1, 2).reshape(batch * seq, -1, width) for t in (q, k, v))
     out = varlen_attn(
         q_TND,
@@ -162,7 +164,9 @@ def masked(
     group = q.shape[1] // k.shape[1]
     if group > 1 and q.is_cuda and (q.dtype == torch.float32 or visible is not None):
         # No fused kernel supports grouped heads in fp32 or with a mask: torch would fall back to S x S scores.
-        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+        k = k.repeat_interleave(group, 1)
+        v = v.repeat_interleave(group, 1)
+        group = 1
     return F.scaled_dot_product_attention(
         q, k, v, visible, is_causal=visible is None, scale=scale, enable_gqa=group > 1
     )

@@ -48,7 +48,9 @@ class _CausalConv(torch.autograd.Function):
         before = _sum(x, weight, starts)
         gate = before.sigmoid()
         dsum = dy * gate * (1 + before * (1 - gate))
-        dx, dweight, width = torch.zeros_like(dsum), torch.empty_like(weight), weight.shape[1]
+        dx = torch.zeros_like(dsum)
+        dweight = torch.empty_like(weight)
+        width = weight.shape[1]
         at = torch.arange(len(x), device=x.device)[:, None]
         for j, shifted in _shifts(x, width, starts):
             column = width - 1 - j

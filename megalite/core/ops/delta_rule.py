@@ -155,7 +155,9 @@ class _InSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], slices: Slices, starts: Tensor | None, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(starts, *inputs)
-        ctx.run, ctx.slices, out = run, slices, None
+        ctx.run = run
+        ctx.slices = slices
+        out = None
         for at, *places in slices:
             part = run(starts, *(x[:, :, place] for x, place in zip(inputs, places)))
             if out is None:

@@ -57,7 +57,7 @@ TORCH = Backend("torch", lambda op: dict(zip(op.functions, op.reference)))
 
 
 def _of(module: str, name: str, part: str = "") -> Backend:
-    """Return a backend of a module of kernels, which is imported when the backend is first asked.
+    """Return a backend of a module of `core.parts.kernels`, which is imported when the backend is first asked.
 
     Args:
         module: module whose `BACKENDS` has it.
@@ -67,7 +67,7 @@ def _of(module: str, name: str, part: str = "") -> Backend:
 
     @lru_cache(maxsize=1)
     def found() -> Backend:
-        backend: Backend = import_module(f"megalite.core.ops.{module}").BACKENDS[name](part)
+        backend: Backend = import_module(f"megalite.core.parts.kernels.{module}").BACKENDS[name](part)
         return backend
 
     return Backend(
@@ -88,4 +88,6 @@ def apex(part: str) -> Backend:
     return _of("apex", "apex", part)
 
 
-CPP, CUDA, ONEDNN = _of("fused", "cpp"), _of("fused", "cuda"), _of("onednn", "onednn")
+CPP = _of("fused", "cpp")
+CUDA = _of("fused", "cuda")
+ONEDNN = _of("onednn", "onednn")

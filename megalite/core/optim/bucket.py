@@ -76,8 +76,12 @@ class Bucket:
         compress: str = "none",
         in_flight: list[Bucket] | None = None,
     ) -> None:
-        self.params, self.kind, self.sharded = params, kind, sharded
-        self.rule, self.reduce_dtype, self.overlap = RULES[kind.rule], reduce_dtype, overlap
+        self.params = params
+        self.kind = kind
+        self.sharded = sharded
+        self.rule = RULES[kind.rule]
+        self.reduce_dtype = reduce_dtype
+        self.overlap = overlap
         batch = params[0].shard.layout.batch
         self.batch = ctx.axis(*batch)
         self.share_axis, self.replica_axis = ctx.split(*batch, size=sharded.group_of(self.batch.size, ctx.batch.size))
@@ -108,7 +112,9 @@ class Bucket:
         self._in_flight = [] if in_flight is None else in_flight
         entries = [BucketParam((s := p.shard.spec).name, p.shape, at, s.ndim > 1) for p, at in zip(params, self.starts)]
         self.codec: Codec | None = make_codec(compress, entries, self.numel, self.batch, like.device)
-        self._sent, self.bytes_sent, self._scale = self.grad, 0, 1.0
+        self._sent = self.grad
+        self.bytes_sent = 0
+        self._scale = 1.0
         self._reducing: collectives.Work | Codec | None = None
         self._across_groups: collectives.Work | None = None
         self._gathering: collectives.Work | HostGather | WeightCodes = collectives.FinishedWork()

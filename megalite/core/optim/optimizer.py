@@ -87,7 +87,10 @@ class DistributedOptimizer:
     ) -> None:
         rules = {cfg.rule_of(matrix) for matrix in (False, True)}
         assert all(bucket.kind.rule in rules for bucket in buckets), "buckets were made with other options"
-        self.buckets, self.cfg, self.ctx, self.ops = buckets, cfg, ctx, ops
+        self.buckets = buckets
+        self.cfg = cfg
+        self.ctx = ctx
+        self.ops = ops
         self.overlap_gather = overlap_gather
         self._gathers = GatherChain(buckets)
         self.num_steps = 0

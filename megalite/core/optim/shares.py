@@ -87,7 +87,9 @@ class GradKind:
     @classmethod
     def of(cls, param: ShardedParameter, sharded: Sharding, cfg: OptimConfig = OptimConfig()) -> GradKind:
         """Return the kind of a parameter under the options of the optimizer."""
-        shard, spec, layout = param.shard, param.shard.spec, param.shard.layout
+        shard = param.shard
+        spec = param.shard.spec
+        layout = param.shard.layout
         copies = tuple(axis for axis in shard.copies if layout.grid[axis] > 1 and axis not in layout.batch)
         decoupled_lr = spec.decoupled_lr and cfg.decoupled_lr is not None
         rule, coded = cfg.rule_of(spec.matrix), gathers_codes([param], sharded)

@@ -45,7 +45,9 @@ def check_decay(optim: OptimConfig, train: TrainConfig) -> None:
     last = optim.lr_decay_steps or _counted(optim, train, train.train_steps)
     if optim.lr_decay != "wsd" or decay is None or not last - decay < warmup <= last:
         return
-    unit, flag, needed = "steps", "--train-steps", warmup + decay
+    unit = "steps"
+    flag = "--train-steps"
+    needed = warmup + decay
     if optim.lr_by == "samples":
         unit = f"full batches of {full_batch(optim, train)} samples"
         needed = train.batches.steps_to(needed * full_batch(optim, train))

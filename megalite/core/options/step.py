@@ -103,7 +103,9 @@ class StepConfig:
         )
 
     def _check_stages(self) -> None:
-        m, p, counts = self.model, self.parallel, self.parallel.stage_layers
+        m = self.model
+        p = self.parallel
+        counts = self.parallel.stage_layers
         require(
             counts is not None or p.pp * p.vp <= m.num_layers,
             f"--pp {p.pp} --vp {p.vp}",

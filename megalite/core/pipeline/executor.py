@@ -58,7 +58,9 @@ class Executor:
     """
 
     def __init__(self, stages: Mapping[int, Stage], activations: Channel, gradients: Channel) -> None:
-        self.stages, self.activations, self.gradients = stages, activations, gradients
+        self.stages = stages
+        self.activations = activations
+        self.gradients = gradients
         self.observers: tuple[Observer, ...] = ()
 
     @contextmanager
@@ -107,7 +109,9 @@ class _Run:
     """Tensors of one run of a program, keyed by (micro-batch, stage)."""
 
     def __init__(self, executor: Executor, microbatches: Sequence[MicroBatch], passes: Sequence[ForwardPass]) -> None:
-        self.executor, self.microbatches, self.passes = executor, microbatches, passes
+        self.executor = executor
+        self.microbatches = microbatches
+        self.passes = passes
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=executor.activations.device)
         self.received: dict[tuple[str, int, int], tuple[torch.Tensor, PendingWork]] = {}
         self.inputs: dict[tuple[int, int], torch.Tensor] = {}
@@ -142,7 +146,9 @@ class _Run:
                 self.keep(self.executor.gradients.send(self.input_grads.pop(key), op.peer))
 
     def forward(self, mb: int, index: int) -> None:
-        stage, batch, fwd = self.executor.stages[index], self.microbatches[mb], self.passes[mb]
+        stage = self.executor.stages[index]
+        batch = self.microbatches[mb]
+        fwd = self.passes[mb]
         if stage.first:
             x = batch.tokens_SB
         else:

@@ -22,7 +22,9 @@ class Channel:
     """
 
     def __init__(self, axis: Axis, message: Message, device: torch.device) -> None:
-        self.axis, self.message, self.device = axis, message, device
+        self.axis = axis
+        self.message = message
+        self.device = device
 
     def send(self, x: torch.Tensor, peer: int) -> PendingWork:
         """Post a send to a pipeline rank; the returned work keeps the tensor alive until it is waited for."""

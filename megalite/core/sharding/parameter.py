@@ -72,7 +72,9 @@ class ShardedParameter(torch.nn.Parameter):
     ) -> ShardedParameter:
         """Make an uninitialized parameter of the shard's local shape."""
         param = cls(torch.empty(shard.shape, dtype=dtype, device=device))
-        param.shard, param.uses, param.adds_to_main_grad = shard, 1, adds_to_main_grad
+        param.shard = shard
+        param.uses = 1
+        param.adds_to_main_grad = adds_to_main_grad
         return param
 
 

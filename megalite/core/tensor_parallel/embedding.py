@@ -59,7 +59,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, weight: ShardedParameter, tp: Axis, sequence_parallel: bool, scale: float = 1.0) -> None:
         super().__init__()
-        self.weight, self.tp, self.sequence_parallel, self.scale = weight, tp, sequence_parallel, scale
+        self.weight = weight
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        self.scale = scale
 
     def forward(self, tokens_SB: torch.Tensor) -> torch.Tensor:
         x = _Lookup.apply(self.weight, tokens_SB, self.tp.rank * self.weight.shape[0])

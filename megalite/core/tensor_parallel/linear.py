@@ -210,8 +210,13 @@ class ParallelLinear(nn.Module):
         chunks: int = 1,
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.chunks = weight, bias, chunks
-        self.tp, self.sequence_parallel, self.queue, self.ops = tp, sequence_parallel, queue, ops
+        self.weight = weight
+        self.bias = bias
+        self.chunks = chunks
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        self.queue = queue
+        self.ops = ops
         self.products = products or Products(ops)
 
     def num_chunks(self, rows: int) -> int:

@@ -50,7 +50,11 @@ class _CrossEntropy(torch.autograd.Function):
             loss = (1.0 - smoothing) * loss + smoothing * (lse - total / vocab_size)
         ignored = targets < 0
         ctx.save_for_backward(logits, targets, lse, ignored)
-        ctx.first, ctx.real, ctx.smoothing, ctx.vocab_size, ctx.ops = first, real, smoothing, vocab_size, ops
+        ctx.first = first
+        ctx.real = real
+        ctx.smoothing = smoothing
+        ctx.vocab_size = vocab_size
+        ctx.ops = ops
         ctx.softcap, ctx.z_loss = softcap, z_loss
         return loss.masked_fill_(ignored, 0.0)
 

@@ -91,7 +91,9 @@ class Fp8Products(Products):
 
     def __init__(self, ops: Ops, fp8: Fp8, tp: Axis, sharded: str) -> None:
         super().__init__(ops)
-        self.fp8, self.tp, self.sharded = fp8, tp, sharded
+        self.fp8 = fp8
+        self.tp = tp
+        self.sharded = sharded
         self.peak: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, weight: ShardedParameter, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -53,7 +53,9 @@ class ToolFile:
     """
 
     def __init__(self, path: Path, tree: Mapping[str, Any], flags: Layer, lower: Mapping[str, Any]) -> None:
-        self.path, self.flags, self.lower = path, flags, lower
+        self.path = path
+        self.flags = flags
+        self.lower = lower
         self.leaves = {key: value for key, value in _leaves(tree) if value != "auto"}
         self.auto = {key for key, value in _leaves(tree) if value == "auto"}
         self.blocks = {key.rpartition(".")[0] for key, _ in _leaves(tree)} | {k for k, v in tree.items() if v == {}}

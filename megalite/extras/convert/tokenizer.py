@@ -32,7 +32,12 @@ SAMPLE = (
     "🙂👩\u200d👩\u200d👧 \u00a0\u2003\x07 <tag>&amp;</tag> https://example.org/?q=a+b&c=%20 "
 )
 _SPACE = "\u2581"
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER = 4
+_UNUSED = 5
+_BYTE = 6
 _REMEDY = "train a tokenizer with megalite tokenizer, or export without one"
 _Token = TypeVar("_Token", str, bytes)
 

@@ -101,7 +101,9 @@ def _measure(args: argparse.Namespace, ctx: ParallelContext, facts: measure.Host
         measure.meet(ctx.world, device)
     with watch.stage("comparison of clocks"):
         clock = measure.clock_offset(ctx.world, device)
-    unseen, cannot_write, heat = None, "", None
+    unseen = None
+    cannot_write = ""
+    heat = None
     if args.run_dir is not None:
         with watch.stage("shared run directory"):
             unseen, cannot_write = measure.unseen_files(args.run_dir, ctx.world, device)

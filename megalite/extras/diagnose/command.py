@@ -23,12 +23,27 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     p.add_argument("--run-dir", type=Path, help="also check that all ranks share this directory")
     p.add_argument("--size-mb", type=float, help="megabytes of a large message (default: 256 on GPUs, 4 on CPUs)")
-    p.add_argument("--slow-factor", type=float, help="report what is this many times slower than the others' median "
-                   "(default: 1.3 on GPUs, 5 on CPUs)")  # fmt: skip
-    p.add_argument("--burn", type=float, nargs="?", const=10.0, default=0.0, metavar="SECONDS",
-                   help="also multiply matrices on every GPU and compare all results (default 10 s)")  # fmt: skip
-    p.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
-                   help="if a check takes longer, name the ranks at fault and exit (default 60)")  # fmt: skip
+    p.add_argument(
+        "--slow-factor",
+        type=float,
+        help="report what is this many times slower than the others' median (default: 1.3 on GPUs, 5 on CPUs)",
+    )
+    p.add_argument(
+        "--burn",
+        type=float,
+        nargs="?",
+        const=10.0,
+        default=0.0,
+        metavar="SECONDS",
+        help="also multiply matrices on every GPU and compare all results (default 10 s)",
+    )
+    p.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="if a check takes longer, name the ranks at fault and exit (default 60)",
+    )
     p.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
     return p
 

@@ -120,7 +120,9 @@ def page(context: MemoryContext, message: str) -> str:
     Args:
         message: first line of the allocator's error.
     """
-    cfg, t, pp_rank = context.cfg, context.grid, context.grid.coords(context.rank)["pp"]
+    cfg = context.cfg
+    t = context.grid
+    pp_rank = context.grid.coords(context.rank)["pp"]
     head = [
         f"out of memory on rank {context.rank} (pp rank {pp_rank} of {t['pp']}, {context.device})",
         *textwrap.wrap(message, 110, initial_indent="  ", subsequent_indent="  "),

@@ -58,11 +58,18 @@ def _parser() -> argparse.ArgumentParser:
         epilog="megalite scaling --ranks 1,2,4,8 --out runs/scaling -- --preset llama-3-8b --mock-data "
         "--global-batch-size 64",
     )
-    p.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks (default 1,2,4,8); those "
-                   "that --tp, --pp, --cp or --ep do not fit are left out")  # fmt: skip
-    p.add_argument("--mode", choices=[*_MODES, "both"], default="both",
-                   help="strong: the global batch stays; weak: it grows with the ranks, from the one given for the "
-                   "fewest (default both)")  # fmt: skip
+    p.add_argument(
+        "--ranks",
+        default="1,2,4,8",
+        help="numbers of ranks (default 1,2,4,8); those that --tp, --pp, --cp or --ep do not fit are left out",
+    )
+    p.add_argument(
+        "--mode",
+        choices=[*_MODES, "both"],
+        default="both",
+        help="strong: the global batch stays; weak: it grows with the ranks, from the one given for the "
+        "fewest (default both)",
+    )
     p.add_argument("--steps", type=int, default=20, help="steps of each run (default 20)")
     p.add_argument("--warmup", type=int, default=5, help="number of first steps to leave out (default 5)")
     p.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder for runs, table, JSON and PNG")

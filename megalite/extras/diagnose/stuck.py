@@ -31,8 +31,12 @@ class StuckWatch:
     """
 
     def __init__(self, rank: int, host: str, limit: float) -> None:
-        self.rank, self.host, self.limit = rank, host, limit
-        self._stage, self._number, self._since = "", 0, time.monotonic()
+        self.rank = rank
+        self.host = host
+        self.limit = limit
+        self._stage = ""
+        self._number = 0
+        self._since = time.monotonic()
         self._world = 1
         self._store: Any = None
         self._silent: list[int] = []
@@ -49,7 +53,9 @@ class StuckWatch:
     @contextmanager
     def stage(self, name: str, grace: float = 0.0) -> Iterator[None]:
         """Name what the process does inside; `grace` seconds are added to the limit."""
-        self._stage, self._number, self._since = name, self._number + 1, time.monotonic() + grace
+        self._stage = name
+        self._number = self._number + 1
+        self._since = time.monotonic() + grace
         yield
         self._stage = ""
 

@@ -55,7 +55,9 @@ def parts_of(e: Estimate, cfg: Config, gpus: Sequence[str] = GPUS) -> dict[str, 
         backward = direction == "backward"
         kind = _kind(kernel, direction)
         part = parts[kind]
-        part.kernels, part.flops, part.nbytes = part.kernels + 1, part.flops + kernel.flops, part.nbytes + kernel.nbytes
+        part.kernels = part.kernels + 1
+        part.flops = part.flops + kernel.flops
+        part.nbytes = part.nbytes + kernel.nbytes
         for i, gpu in enumerate(gpus):
             part.seconds[i] += _seconds(kernel, kind, backward, cfg.model.head_size, DEVICES[gpu])
     return parts

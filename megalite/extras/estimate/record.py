@@ -85,7 +85,9 @@ def _nothing() -> None:
 class _Work(dist.Work):
     def __init__(self, log: list[Event], at: int, on_wait: Callable[[], None]) -> None:
         super().__init__()
-        self._log, self._at, self._on_wait = log, at, on_wait
+        self._log = log
+        self._at = at
+        self._on_wait = on_wait
 
     def wait(self, timeout: Any = None) -> bool:
         self._log.append(Wait(self._at))
@@ -108,7 +110,10 @@ class _Group(_ProcessGroup):
 
     def __init__(self, rank: int, ranks: tuple[int, ...], everyone: str, log: list[Event], on_post: OnPost) -> None:
         super().__init__(rank, len(ranks))
-        self._ranks, self._everyone, self._log, self._on_post = ranks, everyone, log, on_post
+        self._ranks = ranks
+        self._everyone = everyone
+        self._log = log
+        self._on_post = on_post
 
     def getBackendName(self) -> str:
         return "recording"
@@ -145,7 +150,9 @@ class _Group(_ProcessGroup):
         return self._post("all_to_all", out, x)
 
     # Their names before torch 2.13.
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Work:
         return self._post("send", *tensors, peer=peer)

@@ -104,7 +104,9 @@ class Tracker(TorchDispatchMode, Observer):
 
     def start(self, during: str) -> None:
         """Measure the peak from here on."""
-        self.peak, self._risen, self._during = Peak(), False, during
+        self.peak = Peak()
+        self._risen = False
+        self._during = during
         self._rise()
 
     def finish(self) -> Peak:
@@ -170,7 +172,9 @@ class Tracker(TorchDispatchMode, Observer):
     def _rise(self) -> None:
         self._most = max(self._most, self.live)
         if self.live > self.peak.nbytes:
-            self.peak.nbytes, self.peak.during, self._risen = self.live, self._during, True
+            self.peak.nbytes = self.live
+            self.peak.during = self._during
+            self._risen = True
 
     def _resize(self, key: int, nbytes: int) -> None:
         block = self._blocks[key]
@@ -280,7 +284,9 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if packet not in _ATTENTION:
         return 0
     values = arguments(func, args, kwargs)
-    q, k, v = values["query"], values["key"], values["value"]
+    q = values["query"]
+    k = values["key"]
+    v = values["value"]
     # Backward recomputes the scores and has four more products.
     width = q.shape[-1] + v.shape[-1]
     if "backward" in packet.__name__:
@@ -291,7 +297,9 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def _varlen_flops(values: dict[str, Any]) -> int:
     """Count the FLOPs of causal attention in samples that are all as long as the longest one, within a window."""
-    q, v, longest = values["query"], values["value"], values["max_q"]
+    q = values["query"]
+    v = values["value"]
+    longest = values["max_q"]
     left = values["window_size"][0] if values.get("window_size") else -1
     window = longest if left < 0 else min(left + 1, longest)
     # The first queries see fewer keys than the window has.

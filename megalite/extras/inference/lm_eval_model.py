@@ -40,7 +40,10 @@ class HarnessLM(TemplateLM):
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, max_length: int, bos: bool = False, seed: int = 0) -> None:
         super().__init__()
-        self.scorer, self.max_length, self.bos, self._text = scorer, max_length, bos, tokenizer
+        self.scorer = scorer
+        self.max_length = max_length
+        self.bos = bos
+        self._text = tokenizer
         start = tokenizer.bos_id if bos else tokenizer.eos_id
         assert start is not None
         assert tokenizer.eos_id is not None

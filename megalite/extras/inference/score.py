@@ -91,7 +91,9 @@ class Scorer:
     """
 
     def __init__(self, cfg: Config, ctx: ParallelContext, weights: Weights) -> None:
-        self.cfg, self.ctx, self.max_rows = cfg, ctx, cfg.train.global_batch_size
+        self.cfg = cfg
+        self.ctx = ctx
+        self.max_rows = cfg.train.global_batch_size
         schedule, dtype = schedule_of(cfg, ctx.dp.size), DTYPES[cfg.train.precision]
         (self._stage,) = build_stages(cfg, ctx, schedule.placement, dtype, resolve_ops(cfg, ctx)).values()
         weights.load(self._stage, ctx)
@@ -184,8 +186,12 @@ class _AnswerStage(torch.nn.Module):
 
     def __init__(self, stage: GPTStage, kind: int, ctx: ParallelContext) -> None:
         super().__init__()
-        self.first, self.last, self.queue = stage.first, stage.last, stage.queue
-        self._stage, self._kind, self._ctx = stage, kind, ctx
+        self.first = stage.first
+        self.last = stage.last
+        self.queue = stage.queue
+        self._stage = stage
+        self._kind = kind
+        self._ctx = ctx
         self.answers: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:

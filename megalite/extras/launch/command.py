@@ -51,8 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     both = parser.add_argument_group("in both modes")
     both.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable on every host")
-    both.add_argument("--max-restarts", type=int, default=0, metavar="N",
-                      help="restart all hosts after a failure, up to N times (0)")  # fmt: skip
+    both.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="restart all hosts after a failure, up to N times (0)"
+    )
     both.add_argument("--python", metavar="PATH", help="the hosts' Python (this one; in images: python)")
     both.add_argument("--dir", metavar="DIR", help="the checkout on the hosts (this directory; in images: /workspace)")
     both.add_argument("--no-preflight", action="store_true", help="skip the checks (hosts; --emit: flags and layout)")

@@ -217,7 +217,9 @@ def _cells(spec: LaunchSpec, host: Host, answer: Answer, common: _Majority, is_m
         yield versions.get(package, "-"), wrong if python else "", same
     yield facts["code"] or "-", *_code_problem(spec, facts, common, same)
     yield str(facts["gpus"]), *_gpu_problem(host, facts["gpus"], common)
-    shm, disk, skew = facts["shm"], facts["disk"], answer.clock_s - common.clock_s
+    shm = facts["shm"]
+    disk = facts["disk"]
+    skew = answer.clock_s - common.clock_s
     wrong = f"/dev/shm has {_size(shm)}, NCCL needs {_size(MIN_SHM_BYTES)}"
     cure = "mount it larger (docker --shm-size, Kubernetes emptyDir medium Memory)"
     yield _size(shm), wrong if not common.cpu and shm < MIN_SHM_BYTES else "", cure

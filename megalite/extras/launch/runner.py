@@ -79,7 +79,9 @@ class Runner:
     def __init__(
         self, hosts: Sequence[str], commands: Sequence[Sequence[str]], log_dir: str, reserves: bool = False
     ) -> None:
-        self._log_dir, self._reserves, self._replaces = log_dir, reserves, False
+        self._log_dir = log_dir
+        self._reserves = reserves
+        self._replaces = False
         self._tails: dict[int, RankTail] = defaultdict(RankTail)
         self._failed: list[FailedRank] = []
         self._first_code = 0

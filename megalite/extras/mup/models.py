@@ -15,7 +15,9 @@ from megalite.core.step import train_step
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 
-HEAD, LAYERS, VOCAB = 16, 2, 256
+HEAD = 16
+LAYERS = 2
+VOCAB = 256
 
 
 def make(width: int, optimizer: str, base: int | None, lr: float, steps: int, *more: str) -> Engine[Config]:
@@ -27,9 +29,19 @@ def make(width: int, optimizer: str, base: int | None, lr: float, steps: int, *m
         more: further flags of the command line.
     """
     mup = [] if base is None else ["--mup-base-width", str(base)]
-    sizes = {"num-layers": LAYERS, "hidden-size": width, "num-heads": width // HEAD, "ffn-hidden-size": 3 * width,
-             "vocab-size": VOCAB, "seq-len": 32, "global-batch-size": 8, "micro-batch-size": 8, "lr": lr,
-             "train-steps": steps, "optimizer": optimizer}  # fmt: skip
+    sizes = {
+        "num-layers": LAYERS,
+        "hidden-size": width,
+        "num-heads": width // HEAD,
+        "ffn-hidden-size": 3 * width,
+        "vocab-size": VOCAB,
+        "seq-len": 32,
+        "global-batch-size": 8,
+        "micro-batch-size": 8,
+        "lr": lr,
+        "train-steps": steps,
+        "optimizer": optimizer,
+    }
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     cfg = parse([*flags, "--mock-data", "--device", "cpu", *mup, *more]).config
     engine = build_engine(cfg, ParallelContext.create(Grid.from_config(cfg.parallel, 1), torch.device("cpu")))

@@ -115,8 +115,14 @@ def choose_layout(cfg: Config, world: int, settled: Collection[str] = ()) -> Cho
     others = [f for f in candidates if f.fits and f is not best]
     chosen = with_options(cfg, best.options)
     words = f"{world} x {detected.name}, {_size(detected.memory)} each ({source})"
-    return Choice(chosen, best, min(others, key=lambda f: (f.time.total, f.order), default=None),
-                  len(candidates), len(others) + 1, words)  # fmt: skip
+    return Choice(
+        chosen,
+        best,
+        min(others, key=lambda f: (f.time.total, f.order), default=None),
+        len(candidates),
+        len(others) + 1,
+        words,
+    )
 
 
 def _in_words(layout: Candidate) -> str:

@@ -160,13 +160,22 @@ def sweep_command(argv: Sequence[str]) -> int:
             except UserError:
                 best = None  # fewer samples than ranks
             if best is not None:
-                points.append({"mode": mode, "gpus": gpus, "global_batch_size": batch, **as_json([best], where)[0],
-                               "tokens_per_s": batch * cfg.model.seq_len / best.time.total})  # fmt: skip
+                points.append(
+                    {
+                        "mode": mode,
+                        "gpus": gpus,
+                        "global_batch_size": batch,
+                        **as_json([best], where)[0],
+                        "tokens_per_s": batch * cfg.model.seq_len / best.time.total,
+                    }
+                )
                 if not args.json:
                     o = best.options
-                    print(f"{mode:<7}{gpus:>7} GPUs{batch:>8} samples{best.time.total:>10.4g} s  "
-                          f"MFU {mfu(best, where):6.1%}  dp {best.grid['dp']} cp {o['cp']} tp {o['tp']} pp {o['pp']} "
-                          f"vp {o['vp']} {o['schedule']}")  # fmt: skip
+                    print(
+                        f"{mode:<7}{gpus:>7} GPUs{batch:>8} samples{best.time.total:>10.4g} s  "
+                        f"MFU {mfu(best, where):6.1%}  dp {best.grid['dp']} cp {o['cp']} tp {o['tp']} pp {o['pp']} "
+                        f"vp {o['vp']} {o['schedule']}"
+                    )
     if not points:
         raise UserError(f"--gpus {args.gpus}", "no layout fits any of these sizes", "use more GPUs, or other options")
     if args.png:

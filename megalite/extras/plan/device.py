@@ -124,8 +124,15 @@ def _known(detected: DetectedDevice) -> tuple[Device, Constants, str]:
     a100 = DEVICES["a100-80g"]
     scale = detected.units / a100.units
     # PCIe links, since nothing faster is known of.
-    device = replace(a100, name=detected.name, peak=a100.peak * scale, fp32=a100.fp32 * scale, hbm=a100.hbm * scale,
-                     nvlink=25e9, units=detected.units)  # fmt: skip
+    device = replace(
+        a100,
+        name=detected.name,
+        peak=a100.peak * scale,
+        fp32=a100.fp32 * scale,
+        hbm=a100.hbm * scale,
+        nvlink=25e9,
+        units=detected.units,
+    )
     return (
         device,
         FITTED,

@@ -40,8 +40,11 @@ def _experts(cfg: Config, tp: int, ranks: int, fixed: frozenset[str]) -> Iterato
     m, p = cfg.model, cfg.parallel
     for etp in _held(fixed, "etp", p.etp, ("tp", "1") if m.num_experts and tp > 1 else ("tp",)):
         shared = ranks * (tp if etp == "1" else 1)
-        sizes = [n for n in range(1, min(shared, m.num_experts or 1, _MOST_EP) + 1)
-                 if shared % n == 0 and (m.num_experts or 1) % n == 0]  # fmt: skip
+        sizes = [
+            n
+            for n in range(1, min(shared, m.num_experts or 1, _MOST_EP) + 1)
+            if shared % n == 0 and (m.num_experts or 1) % n == 0
+        ]
         for ep in _held(fixed, "ep", p.ep, sizes):
             if shared % ep == 0:
                 yield ep, etp

@@ -125,7 +125,10 @@ class Run:
 
     def _parts(self, rank: int) -> tuple[float, float]:
         """Compute (states, activations with logits) of a pipeline rank at the peak, in allocated bytes."""
-        cfg, sw, p, dp = self.cfg, self.row["sw"], self.cfg.parallel, self.grid.batch_ranks
+        cfg = self.cfg
+        sw = self.row["sw"]
+        p = self.cfg.parallel
+        dp = self.grid.batch_ranks
         placement = placement_of(self.schedule, p.pp, p.vp)
         tokens = cfg.train.micro_batch_size * cfg.model.seq_len // p.cp
         layers = stage_layers(cfg)
@@ -194,7 +197,9 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def _read(row: Mapping[str, Any]) -> Run:
-    m, o, sw = row["model"], row["layout"], row["sw"]
+    m = row["model"]
+    o = row["layout"]
+    sw = row["sw"]
     model = ModelConfig.from_arch(
         "gpt2" if m["norm"] == "ln" else "llama",
         num_layers=m["L"],
@@ -210,9 +215,15 @@ def _read(row: Mapping[str, Any]) -> Run:
         attention_dropout=0.1 * m["dropout"],
     )
     parallel = ParallelConfig(
-        tp=o["tp"], pp=o["pp"], vp=o["vpp"], cp=o["cp"], cp_comm="ring", sequence_parallel=o["sp"], zero=o["zero"],
+        tp=o["tp"],
+        pp=o["pp"],
+        vp=o["vpp"],
+        cp=o["cp"],
+        cp_comm="ring",
+        sequence_parallel=o["sp"],
+        zero=o["zero"],
         pipeline_layout=_layout(row, model, o["pp"] * o["vpp"]),
-    )  # fmt: skip
+    )
     train = TrainConfig(
         micro_batch_size=o["mbs"], global_batch_size=o["gbs"], precision="bf16", recompute=o["recompute"]
     )

@@ -66,7 +66,9 @@ def search_text(candidates: list[Candidate], cluster: Cluster, asked: Sequence[s
     Args:
         asked: the flags of the run that was planned.
     """
-    cfg, fits, changes = candidates[0].cfg, [f for f in candidates if f.fits], Changes(candidates)
+    cfg = candidates[0].cfg
+    fits = [f for f in candidates if f.fits]
+    changes = Changes(candidates)
     m, device = cfg.model, cluster.device
     lines = [
         f"{describe_parameters(m)} on {cluster.gpus} x {device.name} ({cluster.domain} linked "
@@ -144,7 +146,9 @@ def flags(options: Mapping[str, Any], than: Mapping[str, Any] | None = None) -> 
 
 def why_not(layout: Candidate, changes: Changes) -> str | None:
     """Explain why a layout does not fit, and which single change makes it fit; None if it fits."""
-    cause, worst, unit = layout.cause, layout.worst, 1e9
+    cause = layout.cause
+    worst = layout.worst
+    unit = 1e9
     if cause is None:
         return None
     if cause == "host memory":
@@ -209,7 +213,9 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
     Raises:
         UserError: no vocabulary size, a batch that does not divide, or a schedule that cannot run it.
     """
-    m, p, t = cfg.model, cfg.parallel, cfg.train
+    m = cfg.model
+    p = cfg.parallel
+    t = cfg.train
     if m.vocab_size is None:
         raise UserError("--dry-run", "requires the vocabulary size", "give --vocab-size, --tokenizer or --data")
     schedule = schedule_of(cfg, grid["dp"])
@@ -226,24 +232,37 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
     peers = f" and its dp{', cp' * (p.cp > 1)} and tp peers" * (grid.world > p.pp)
     holders = f"rank {grid.rank(pp=worst)}{peers}"
     rows = [
-        ("model", f"{m.arch}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads "
-         f"({m.kv_heads} key/value), MLP {m.ffn_size}, sequence {m.seq_len}"),
+        (
+            "model",
+            f"{m.arch}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads "
+            f"({m.kv_heads} key/value), MLP {m.ffn_size}, sequence {m.seq_len}",
+        ),
         ("vocabulary", f"{m.vocab:,}, padded to {padded:,}"),
         ("parameters", describe_parameters(m).replace(" parameters", "")),
-        ("layout", f"{grid.world} ranks = dp {grid['dp']} x pp {p.pp}{shared} x tp {p.tp}{sequence}; vp {p.vp}, "
-         f"ZeRO-{p.zero}, {t.precision}, recompute {t.recompute}"),
+        (
+            "layout",
+            f"{grid.world} ranks = dp {grid['dp']} x pp {p.pp}{shared} x tp {p.tp}{sequence}; vp {p.vp}, "
+            f"ZeRO-{p.zero}, {t.precision}, recompute {t.recompute}",
+        ),
         *expert_rows(cfg, grid),
-        ("batch", f"{t.global_batch_size} samples = {per_step:,} tokens per step; {schedule.num_microbatches} "
-         f"micro-batch{'es' * (schedule.num_microbatches > 1)} of {t.micro_batch_size} per dp rank"),
+        (
+            "batch",
+            f"{t.global_batch_size} samples = {per_step:,} tokens per step; {schedule.num_microbatches} "
+            f"micro-batch{'es' * (schedule.num_microbatches > 1)} of {t.micro_batch_size} per dp rank",
+        ),
         *([("", f"ramp: {t.batches.summary}; all figures are of the largest")] if t.batch_size_schedule else []),
         ("schedule", f"{schedule.name}, bubble {bubble:.1%} of the busiest rank's compute"),
         ("FLOPs", f"{flops.causal:.4g} per token (causal attention), {flops.full:.4g} (full attention)"),
-        ("", f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.causal_attention:.3g} causal, "
-         f"output layer {flops.head:.3g}; {flops.causal * per_step:.4g} per step"),
+        (
+            "",
+            f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.causal_attention:.3g} causal, "
+            f"output layer {flops.head:.3g}; {flops.causal * per_step:.4g} per step",
+        ),
         *context_rows(cfg),
         *([("peak rate", cfg.peak_rate)] if cfg.peak_rate else []),
-        *update_rows(cfg), *recovery_rows(cfg, ranks),
-    ]  # fmt: skip
+        *update_rows(cfg),
+        *recovery_rows(cfg, ranks),
+    ]
     head = "\n".join(f"{name:<12}{text}" for name, text in rows)
     unit = "GiB" if ranks[worst].total >= 2**30 else "MiB"
     where = "on disk" if t.offload_dir is not None else "in host memory"
@@ -257,7 +276,9 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
 
 def context_rows(cfg: Config) -> list[tuple[str, str]]:
     """Say how each kind of mixer reaches the tokens of other ranks, and what it sends; nothing without cp."""
-    m, p, rows = cfg.model, cfg.parallel, list[tuple[str, str]]()
+    m = cfg.model
+    p = cfg.parallel
+    rows = list[tuple[str, str]]()
     comm, why = choose_comm(m, p, cfg.data.within_documents)
     for kind in {kind.mixer: kind for kind in blocks_by_kind(m)}.values() if p.cp > 1 else ():
         passes = messages(m, kind, Context.of(cfg), p.tp, tokens(cfg), element_size(cfg))
@@ -304,10 +325,13 @@ def expert_rows(cfg: Config, grid: Grid) -> list[tuple[str, str]]:
     own = grid.batch_ranks if grid.experts is None else grid.experts.batch_ranks
     cut = f", each over {experts_tp(p)} ranks of tp" * (experts_tp(p) > 1)
     rows = [
-        ("experts", f"{m.num_experts} in {layers} of {m.num_layers} layers, {m.moe_topk} per token, width "
-         f"{m.expert_ffn_size}{shared}"),
+        (
+            "experts",
+            f"{m.num_experts} in {layers} of {m.num_layers} layers, {m.moe_topk} per token, width "
+            f"{m.expert_ffn_size}{shared}",
+        ),
         ("", f"ep {p.ep}: {m.num_experts // p.ep} experts of each layer per rank{cut}, their states over {own} ranks"),
-    ]  # fmt: skip
+    ]
     if p.ep > 1:
         dispatch, why = choose_dispatch(m, p)
         rows += [("", f"--moe-dispatch {p.moe_dispatch}: {dispatch} ({why})")] * (p.moe_dispatch == "auto")

@@ -24,8 +24,17 @@ SAME_TIME = 1.03
 """Times within this factor count as equal; the simpler layout is then better."""
 _OFFLOADS = (("activations", "optimizer"), ("optimizer+params",))
 # Options that change together: the schedule follows vp, the ZeRO group follows the stage; dp follows tp, pp and cp.
-_CHOICES = (("tp", "sequence_parallel"), ("cp",), ("ep", "etp"), ("pp",), ("vp", "schedule"), ("micro_batch_size",),
-            ("recompute",), ("zero", "zero_group"), ("offload",))  # fmt: skip
+_CHOICES = (
+    ("tp", "sequence_parallel"),
+    ("cp",),
+    ("ep", "etp"),
+    ("pp",),
+    ("vp", "schedule"),
+    ("micro_batch_size",),
+    ("recompute",),
+    ("zero", "zero_group"),
+    ("offload",),
+)
 
 
 @dataclass(frozen=True)
@@ -172,9 +181,14 @@ def _keys(layout: Candidate) -> list[tuple[Any, ...]]:
 
 
 def _evaluate(
-    cfg: Config, cluster: Cluster, fixed: frozenset[str], limit: float, host_limit: float, offloads: tuple[str, ...],
+    cfg: Config,
+    cluster: Cluster,
+    fixed: frozenset[str],
+    limit: float,
+    host_limit: float,
+    offloads: tuple[str, ...],
     few_tokens: bool = False,
-) -> Iterator[Candidate]:  # fmt: skip
+) -> Iterator[Candidate]:
     """Yield every valid layout. States do not depend on the batch, nor activations and passes on ZeRO.
 
     Micro-batches larger than one whose activations alone do not fit are skipped.

@@ -22,7 +22,9 @@ from megalite.runtime.base.untrusted import require_shallow
 from megalite.runtime.data.tokenizer import Span, Tokenizer, any_of
 from megalite.runtime.data.tokens import token_dtype
 
-OTHER, ANSWER, LAST_ANSWER = 0, 1, 2
+OTHER = 0
+ANSWER = 1
+LAST_ANSWER = 2
 """Bytes of `PREFIX.mask.bin`, one per token: not learned; of an answer; of the last answer of its conversation."""
 
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -170,7 +172,9 @@ class ChatEncoder:
     """Encode the conversations of a chunk, each as a document that ends where its template ends."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, key: str | None) -> None:
-        self.tokenizer, self.key, self.dtype = tokenizer, key, token_dtype(tokenizer.vocab_size)
+        self.tokenizer = tokenizer
+        self.key = key
+        self.dtype = token_dtype(tokenizer.vocab_size)
         self.renderer, self.words = Renderer(template), ControlWords(tokenizer)
         self._ends_in_control = re.compile(rf"(?:{any_of(tokenizer.control_tokens)})\Z")
         self._end_follows = re.compile(any_of(turn_ends(tokenizer)))

@@ -148,13 +148,17 @@ def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
             unit, records = "record", json_values(_read_all(_blocks(raw, path), path), path)
         else:
             unit, records = "file", iter([_read_all(_blocks(raw, path), path)])
-        first, batch, size = 1, [], 0
+        first = 1
+        batch = []
+        size = 0
         for record in records:
             batch.append(record)
             size += len(record or b"")
             if size >= CHUNK_BYTES or len(batch) >= CHUNK_RECORDS:
                 yield Chunk(str(path), unit, first, batch, _position(raw))
-                first, batch, size = first + len(batch), [], 0
+                first = first + len(batch)
+                batch = []
+                size = 0
         if batch:
             yield Chunk(str(path), unit, first, batch, _position(raw))
 
@@ -252,7 +256,9 @@ def _lines(blocks: Iterable[bytes], path: Path) -> Iterator[bytes]:
         size += len(first)
         for line in following:
             yield b"".join(open_line)
-            open_line, size, number = [line], len(line), number + 1
+            open_line = [line]
+            size = len(line)
+            number = number + 1
         if size > _MAX_RECORD:
             rule = f"has more than {_MAX_RECORD >> 20} MiB"
             raise UserError(f"{path} line {number}", rule, "split it into documents, one per line")
@@ -262,7 +268,9 @@ def _lines(blocks: Iterable[bytes], path: Path) -> Iterator[bytes]:
 
 def _read_all(blocks: Iterable[bytes], path: Path) -> bytes:
     """Return a text, up to a limit: decompressed, it may be a thousand times as large as its file."""
-    chunks, size, limit = [], 0, max(_MAX_RECORD, path.stat().st_size)
+    chunks = []
+    size = 0
+    limit = max(_MAX_RECORD, path.stat().st_size)
     for block in blocks:
         chunks.append(block)
         size += len(block)

@@ -66,7 +66,9 @@ class PreprocessStats:
             self.learned = (self.learned or 0) + int(np.count_nonzero(encoded.learned))
 
     def __str__(self) -> str:
-        what, of_tokens, texts = "documents", "one end of text each", ""
+        what = "documents"
+        of_tokens = "one end of text each"
+        texts = ""
         if self.learned is not None:
             what, of_tokens = "conversations", f"{self.learned} of them in answers"
             texts = f" ({self.texts} of them plain text, learned as a whole)" if self.texts else ""

@@ -24,7 +24,10 @@ class BlockHasher:
     """Hash a file while it is written, in blocks of `block` bytes: every byte once."""
 
     def __init__(self, block: int = BLOCK) -> None:
-        self._block, self._root, self._blocks, self._pending = block, hashlib.sha256(), bytearray(), bytearray()
+        self._block = block
+        self._root = hashlib.sha256()
+        self._blocks = bytearray()
+        self._pending = bytearray()
 
     def update(self, data: bytes) -> None:
         """Add the bytes that were written next."""

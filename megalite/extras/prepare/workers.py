@@ -46,7 +46,9 @@ class TextEncoder:
     """Encode the documents of a chunk, each with an end-of-text id after it."""
 
     def __init__(self, tokenizer: Tokenizer, key: str) -> None:
-        self.tokenizer, self.key, self.dtype = tokenizer, key, token_dtype(tokenizer.vocab_size)
+        self.tokenizer = tokenizer
+        self.key = key
+        self.dtype = token_dtype(tokenizer.vocab_size)
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         ids: list[npt.NDArray[Any]] = []

@@ -10,8 +10,13 @@ from torch.autograd import DeviceType
 from megalite.core.pipeline.observe import OPTIMIZER_RANGE, RANGE
 from megalite.runtime.record.profile import WAIT, ProfiledSteps, headline
 
-FORWARD, BACKWARD, ATTENTION = "forward matrix products", "backward matrix products", "attention"
-COLLECTIVES, OPTIMIZER, DATA, OTHER_OPS = "collectives", "optimizer", "data", "other operations"
+FORWARD = "forward matrix products"
+BACKWARD = "backward matrix products"
+ATTENTION = "attention"
+COLLECTIVES = "collectives"
+OPTIMIZER = "optimizer"
+DATA = "data"
+OTHER_OPS = "other operations"
 NO_OP = "outside operations"
 PHASES = (FORWARD, BACKWARD, ATTENTION, COLLECTIVES, OPTIMIZER, DATA, OTHER_OPS, NO_OP)
 
@@ -74,7 +79,9 @@ def phase_of(event: Any) -> str:
 
 def phase_table(profiled: ProfiledSteps) -> str:
     """Format the seconds by phase as text, per step."""
-    rows, wall, steps = phase_times(profiled), profiled.wall, profiled.num_steps
+    rows = phase_times(profiled)
+    wall = profiled.wall
+    steps = profiled.num_steps
     lines = [headline(profiled), f"{'phase':<26}{'ms per step':>11}{'share':>8}"]
     lines[-1] += f"{'calls per step':>16}"
     for name in sorted(rows, key=lambda n: -rows[n].seconds):

@@ -25,7 +25,9 @@ class Claim:
     """
 
     def __init__(self, root: Path, run_id: str, keep_last: int, mirror: Mirror | None = None) -> None:
-        self.root, self._keep_last, self._mirror = root, keep_last, mirror
+        self.root = root
+        self._keep_last = keep_last
+        self._mirror = mirror
         self._lock = RunLock(root, run_id)
         self._resumed_from, self._base = "", -1
         self._written: set[str] = set()

@@ -328,7 +328,9 @@ def _parse_tensors(
     for kind, entries in content.items():
         kept = tensors.setdefault(name_of(kind), {})
         for name, entry in entries.items():
-            what, checks, wants = f"tensor {kind} {name}", number % part.world == part.rank, part.wants(kind, name)
+            what = f"tensor {kind} {name}"
+            checks = number % part.world == part.rank
+            wants = part.wants(kind, name)
             number += 1
             boxes = entry["boxes"]
             if not checks:

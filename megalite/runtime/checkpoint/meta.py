@@ -18,7 +18,10 @@ from megalite.runtime.options.fields import GROUPS, TYPES
 
 # Far beyond any run; the product of two still fits into 128 bits.
 MAX_COUNT = 10**12
-_MAX_INT, _MAX_TEXT, _MAX_ITEMS, _MAX_DEPTH = 1 << 64, 4096, 100_000, 5
+_MAX_INT = 1 << 64
+_MAX_TEXT = 4096
+_MAX_ITEMS = 100_000
+_MAX_DEPTH = 5
 
 
 class BadMeta(Exception):

@@ -49,12 +49,16 @@ class Mirror:
 
     def __init__(self, url: str, run_dir: Path, patience: float = 600.0) -> None:
         self._patience = patience
-        self.url, self._run_dir, self.copies = join(url, "checkpoints"), run_dir, run_dir / "fetched"
+        self.url = join(url, "checkpoints")
+        self._run_dir = run_dir
+        self.copies = run_dir / "fetched"
         self.held = self.taken = ""
         self.failures, self.shared = 0, True
         self._owner = ""
         self._in_progress = ""
-        self._base, self._kept, self._written = -1, "", list[str]()
+        self._base = -1
+        self._kept = ""
+        self._written = list[str]()
 
     @classmethod
     def of(cls, url: str, run_dir: Path, patience: float) -> Mirror | None:
@@ -79,7 +83,9 @@ class Mirror:
         Raises:
             StoreError: the place cannot be written, or does not keep what is written.
         """
-        store, path, owner = Store(self.url), self._run_dir / METRICS, self._owner.encode()
+        store = Store(self.url)
+        path = self._run_dir / METRICS
+        owner = self._owner.encode()
         store.write(remote.OWNER, owner)
         # Some endpoints, as of a proxy, call everything a success.
         if (there := store.read(remote.OWNER)) != owner:

@@ -78,7 +78,10 @@ def write_file(
     Returns:
         Size, and the CRC32 of each block, computed before the block is written.
     """
-    crcs, crc, filled, size = [], 0, 0, 0
+    crcs = []
+    crc = 0
+    filled = 0
+    size = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     try:
         for buffer in buffers:

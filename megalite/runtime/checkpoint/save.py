@@ -78,7 +78,10 @@ class Checkpointer:
         scratch: Path | None = None,
         mirror: Mirror | None = None,
     ) -> None:
-        self.root, self.ctx, self.on_error, self.mirror = Path(root), ctx, on_error, mirror
+        self.root = Path(root)
+        self.ctx = ctx
+        self.on_error = on_error
+        self.mirror = mirror
         self.run_id = run_id or secrets.token_hex(8)
         self._claim = Claim(self.root, self.run_id, keep_last, mirror)
         agree(ctx, self._claim.acquire if ctx.rank == 0 else lambda: None)

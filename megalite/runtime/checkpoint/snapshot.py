@@ -67,10 +67,14 @@ class Snapshot:
     """
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
-        self._device, self._on_gpu, self._locked = device, device.type == "cuda", False
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._locked = False
         self._folder = folder
         self._tensor = torch.empty(0, dtype=torch.uint8)
-        self.descriptor, self.num_bytes, self.allocations = -1, 0, 0
+        self.descriptor = -1
+        self.num_bytes = 0
+        self.allocations = 0
 
     @property
     def capacity(self) -> int:

@@ -77,7 +77,9 @@ class Uploader:
     """
 
     def __init__(self, url: str, report: Callable[[dict[str, Any]], None], patience: float) -> None:
-        self._report, self._url, self._patience = report, url, patience
+        self._report = report
+        self._url = url
+        self._patience = patience
         self._parts: queue.Queue[Part] = queue.Queue()
         self._held: Part | None = None
         # What is not known to be committed, oldest first.

@@ -87,7 +87,9 @@ def _parts_in(root: Path) -> dict[str, list[Part]]:
 
 def _choose(store: Store, found: _Found) -> tuple[list[str], list[str]]:
     """Return the names of saves that can be completed, oldest first, and of those that could be if more were found."""
-    newest, chosen, incomplete = max(map(remote.step_of, remote.committed(store)), default=-1), list[str](), list[str]()
+    newest = max(map(remote.step_of, remote.committed(store)), default=-1)
+    chosen = list[str]()
+    incomplete = list[str]()
     for name in sorted(found, key=lambda name: int(name.split("_")[1].split("-")[0]), reverse=True):
         world, holders = found[name]
         is_full = remote.step_of(name) >= 0

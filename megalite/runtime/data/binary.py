@@ -78,7 +78,9 @@ class TokenFile:
     """
 
     def __init__(self, path: Path, size: int, sums: Checksums | None) -> None:
-        self.path, self.size, self.sums = path, size, sums
+        self.path = path
+        self.size = size
+        self.sums = sums
         self._block = sums.block if sums is not None else max(size, 1)
         # Copies of this object share the number, as they share the path.
         self._number = next(_NUMBERS)

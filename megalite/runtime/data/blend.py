@@ -159,7 +159,9 @@ class BlendedDataset:
             if not (weight > 0 and math.isfinite(weight)):
                 rule = "a blend's weights are finite numbers above 0"
                 raise UserError(f"--data {weight} {dataset.indexed.prefix}", rule, "leave out the sets not to be used")
-        self.datasets, self.weights, self.seq_len = list(datasets), list(weights), datasets[0].seq_len
+        self.datasets = list(datasets)
+        self.weights = list(weights)
+        self.seq_len = datasets[0].seq_len
         self.order = BlendOrder(weights)
         self.has_documents = any(d.has_documents for d in datasets)
 

@@ -183,7 +183,9 @@ def _dataset(
 
 
 def _open(data: Sequence[str], vocab_size: int | None, share: tuple[int, int]) -> list[tuple[float, IndexedDataset]]:
-    opened, (rank, world), sources = [], share, parse_data(data)
+    opened = []
+    rank, world = share
+    sources = parse_data(data)
     for number, (weight, prefix) in enumerate(sources):
         indexed, sidecar = IndexedDataset(prefix, check=False), read_sidecar(prefix)
         # A small source has one block: not all of them on rank 0.

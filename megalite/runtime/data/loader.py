@@ -53,7 +53,9 @@ class BatchLoader:
         self.dataset = dataset
         self.consumed_samples = consumed_samples
         self._sizes = iter(repeat(global_batch_size) if isinstance(global_batch_size, int) else global_batch_size)
-        self._dp_rank, self._dp_size, self.reads = dp_rank, dp_size, reads
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self.reads = reads
         self._next_start = consumed_samples
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: deque[tuple[int, Future[Rows]]] = deque()

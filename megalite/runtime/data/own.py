@@ -49,7 +49,9 @@ class OwnDataset:
     has_documents = True  # any sample may
 
     def __init__(self, samples: Samples, seq_len: int, vocab_size: int, seed: int = 0, shuffle: bool = True) -> None:
-        self.samples, self.seq_len, self.vocab_size = samples, seq_len, vocab_size
+        self.samples = samples
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
         self.seed, self.shuffle = seed, shuffle
         self.name = type(samples).__name__
         if len(samples) == 0:

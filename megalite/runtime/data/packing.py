@@ -66,7 +66,9 @@ class LossMask:
     """
 
     def __init__(self, indexed: IndexedDataset, on: Literal["answers", "all", "last"]) -> None:
-        self.indexed, self.on, self.path = indexed, on, mask_path(indexed.prefix)
+        self.indexed = indexed
+        self.on = on
+        self.path = mask_path(indexed.prefix)
         try:
             size = self.path.stat().st_size
         except OSError as e:
@@ -143,10 +145,17 @@ class PackedDataset:
         long_documents: Literal["cut", "drop"] = "cut",
         source: int = 0,
     ) -> None:
-        self.indexed, self.seq_len, self.mask = indexed, seq_len, mask
+        self.indexed = indexed
+        self.seq_len = seq_len
+        self.mask = mask
         self.documents = documents if documents is not None else (0, indexed.num_documents)
-        self.seed, self.shuffle, self.vocab_size, self.split = seed, shuffle, vocab_size, split
-        self.per_sample, self.long_documents, self.source = per_sample, long_documents, source
+        self.seed = seed
+        self.shuffle = shuffle
+        self.vocab_size = vocab_size
+        self.split = split
+        self.per_sample = per_sample
+        self.long_documents = long_documents
+        self.source = source
         self.places = np.minimum(indexed.sizes - 1, seq_len)
         first, stop = self.documents
         sizes = indexed.sizes[first:stop]
@@ -181,7 +190,9 @@ class PackedDataset:
     @version.setter
     def version(self, version: int) -> None:
         if version != self._version:
-            self._version, self._ends, self._epoch = version, [0], -1
+            self._version = version
+            self._ends = [0]
+            self._epoch = -1
             self._load(0)
             self.num_samples = len(self._packs)
 

@@ -96,8 +96,13 @@ class GPTDataset:
         source: int = 0,
     ) -> None:
         first, stop = documents if documents is not None else (0, indexed.num_documents)
-        self.indexed, self.seq_len, self.documents = indexed, seq_len, (first, stop)
-        self.seed, self.shuffle, self.vocab_size, self.split = seed, shuffle, vocab_size, split
+        self.indexed = indexed
+        self.seq_len = seq_len
+        self.documents = (first, stop)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.vocab_size = vocab_size
+        self.split = split
         self.document_mask = self.has_documents = document_mask
         self.first_token = indexed.index.start_of(first)
         self.num_tokens = indexed.index.start_of(stop) - self.first_token
@@ -171,7 +176,9 @@ class MockDataset:
     has_documents = False
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0) -> None:
-        self.seq_len, self.seed, self.alphabet = seq_len, seed, min(vocab_size, 256)
+        self.seq_len = seq_len
+        self.seed = seed
+        self.alphabet = min(vocab_size, 256)
         self.version = VERSION_OF_DATA
 
     def sample(self, position: int) -> Tokens:

@@ -60,7 +60,9 @@ class EpochOrder:
     """
 
     def __init__(self, num_samples: int, seed: int, source: int = 0) -> None:
-        self.num_samples, self.seed, self.source = num_samples, seed, source
+        self.num_samples = num_samples
+        self.seed = seed
+        self.source = source
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     def sample(self, epoch: int, within: int, version: int) -> int:

@@ -80,7 +80,9 @@ class Units:
     def __init__(self, path: Path) -> None:
         self._folder, self._name = _folder_of(path), path.name
         source = _read_source(self._folder)
-        self.size, self._stamp, self._limit = source["size"], source["stamp"], source["limit"]
+        self.size = source["size"]
+        self._stamp = source["stamp"]
+        self._limit = source["limit"]
         self._cache, self._store = Path(source["cache"]), Store(source["url"], patience=source["patience"])
 
     @classmethod

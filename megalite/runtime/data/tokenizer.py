@@ -136,7 +136,9 @@ class ByteTokenizer(Tokenizer):
     """Encode UTF-8 bytes as ids 0-255, with eos 256 and bos 257. Needs no file: its path is the word "bytes"."""
 
     kind, path = "bytes", "bytes"
-    vocab_size, eos_id, bos_id = 258, 256, 257
+    vocab_size = 258
+    eos_id = 256
+    bos_id = 257
 
     def __init__(self) -> None:
         self.sha256 = hashlib.sha256(b"megalite bytes 256+eos+bos").hexdigest()

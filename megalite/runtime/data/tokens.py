@@ -54,7 +54,9 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self.bin_path, self.idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
         self.index = Index(self.prefix, check)
-        self.dtype, self.num_documents, self.num_tokens = self.index.dtype, self.index.num_documents, self.index.total
+        self.dtype = self.index.dtype
+        self.num_documents = self.index.num_documents
+        self.num_tokens = self.index.total
         self.sums = read_checksums(self.prefix)
         self.file = TokenFile(self.bin_path, self.index.bin_bytes, self.sums.get("bin"))
 

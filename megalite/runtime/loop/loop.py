@@ -224,7 +224,9 @@ def _check_weight(run: Run, targets: float) -> None:
 
 def go_back(run: Run, result: StepResult, progress: Progress) -> bool:
     """Rewind after a spike; return False if there is no checkpoint to go back to."""
-    spiked_at, limit, skips_from = run.step, run.spikes.limit, run.consumed_samples
+    spiked_at = run.step
+    limit = run.spikes.limit
+    skips_from = run.consumed_samples
     run.heartbeat.beat("rewind", run.step, CHILDREN)
     if (source := rewind(run)) is None:
         return False

@@ -278,7 +278,10 @@ class Store:
         return join(self.url, name) if name else self.url
 
     def _try(self, name: str, call: Callable[[], T]) -> T:
-        where, pause_s, deadline, num_damaged = self._path(name), _FIRST_PAUSE_S, 0.0, 0
+        where = self._path(name)
+        pause_s = _FIRST_PAUSE_S
+        deadline = 0.0
+        num_damaged = 0
         for attempt in itertools.count(1):
             try:
                 answer = call()
@@ -294,7 +297,9 @@ class Store:
                     raise UserError(
                         where, "does not fit on this disk", "free space, or name another --cache-dir"
                     ) from None
-                what, now, is_damaged = self._describe(e), time.monotonic(), isinstance(e, _DamageError)
+                what = self._describe(e)
+                now = time.monotonic()
+                is_damaged = isinstance(e, _DamageError)
                 if isinstance(e, PermissionError) or type(e).__name__ in _FINAL:
                     raise StoreError(where, what) from None
                 # An attempt may take longer than the patience: it begins with the first failure.

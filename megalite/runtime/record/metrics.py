@@ -60,7 +60,9 @@ class MetricsLogger:
         self._active = rank == 0
         if not self._active:
             return
-        self._total_steps, self._log_every, self._clock = total_steps, log_every, clock
+        self._total_steps = total_steps
+        self._log_every = log_every
+        self._clock = clock
         # Events may come from a thread that saves a checkpoint.
         self._lock = threading.Lock()
         self._path = run_dir / METRICS_FILE

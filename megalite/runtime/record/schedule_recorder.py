@@ -38,7 +38,9 @@ class Recorder(Observer):
         self, folder: Path, ctx: ParallelContext, executor: Executor, schedule: Schedule, steps: range
     ) -> None:
         self.path = folder / f"pipeline_rank_{ctx.pp.rank}.jsonl"
-        self.ctx, self.executor, self.schedule = ctx, executor, schedule
+        self.ctx = ctx
+        self.executor = executor
+        self.schedule = schedule
         self.steps = steps if ctx.grid.is_first_except(ctx.rank, "pp") else range(0)
         self._marks: list[tuple[str, Any, Any, Any]] = []
         self._begun: Any = None

@@ -152,7 +152,9 @@ class Copies:
 
     def _parts_of(self, memory: mmap.mmap) -> list[torch.Tensor]:
         """Return the parts of a slot's memory, of the states' types and lengths."""
-        slot, parts, at = torch.frombuffer(memory, dtype=torch.uint8, count=self._size), [], 0
+        slot = torch.frombuffer(memory, dtype=torch.uint8, count=self._size)
+        parts = []
+        at = 0
         for flat in self._flats:
             part = slot[at : at + flat.numel() * flat.element_size()]
             parts.append(part.view(flat.dtype))

@@ -60,17 +60,25 @@ class Guard:
     """
 
     def __init__(self, start: Callable[[int], int], launcher: int = 0, waits: bool = False, spares: int = 0) -> None:
-        self._start_process, self._launcher, self._loop = start, launcher, EventLoop()
+        self._start_process = start
+        self._launcher = launcher
+        self._loop = EventLoop()
         self._hub: Link | None = None
         self._meeting: dict[str, Any] = {}  # how it was met
-        self._rank, self._round, self._broken, self._ending = -1, 0, False, False
+        self._rank = -1
+        self._round = 0
+        self._broken = False
+        self._ending = False
         self._code: int | None = None
         self._waits, self._spares = waits, spares
         self._next: dict[str, Any] | None = None if waits else {"turn": 0, "copies": [], "spares": spares}
         self._held = Held(self._loop, self._kept, self._cannot_send)
         self._trainer: Member | None = None
         self._spare: Member | None = None
-        self._failures, self._asked, self._outcome, self._began = 0, 0, 1, 0.0
+        self._failures = 0
+        self._asked = 0
+        self._outcome = 1
+        self._began = 0.0
 
     def serve(self) -> NoReturn:
         """Start the rank, and exit with its code."""
@@ -139,7 +147,9 @@ class Guard:
             return False
         self._spare.packets.send(self._next, self._held.slots)
         assert self._trainer is None
-        self._trainer, self._spare, self._next = self._spare, None, None
+        self._trainer = self._spare
+        self._spare = None
+        self._next = None
         return True
 
     def _ended(self, member: Member) -> None:
@@ -194,7 +204,9 @@ class Guard:
 
     def _meet(self, message: dict[str, Any]) -> None:
         """Connect to the hub; rank -1 is in reserve, also if the launcher has started it again in a place now taken."""
-        self._rank, self._meeting, address = message["meet"], message, (message["host"], message["port"])
+        self._rank = message["meet"]
+        self._meeting = message
+        address = (message["host"], message["port"])
         if self._rank < 0 and self._trainer:
             self._waits, self._trainer, self._spare = True, None, self._trainer
         try:
@@ -239,7 +251,9 @@ class Guard:
         elif "break" in message:
             self._leave_if_orphaned()
             # A turn that nobody has taken yet is void.
-            self._round, self._broken, self._next = message["break"], True, None
+            self._round = message["break"]
+            self._broken = True
+            self._next = None
             if self._trainer is None:
                 self._clear()
             else:
@@ -263,7 +277,9 @@ class Guard:
 
     def _go(self, message: dict[str, Any]) -> None:
         """The next round begins, from these copies."""
-        self._round, self._broken, self._code = message["go"], False, None
+        self._round = message["go"]
+        self._broken = False
+        self._code = None
         self._held.go_back(self._round, message["numbers"])
         if "rank" not in message:
             return  # still in reserve

@@ -26,7 +26,9 @@ class Held:
     """
 
     def __init__(self, loop: EventLoop, kept: Callable[[int], None], failed: Callable[[str], None]) -> None:
-        self._loop, self._kept, self._failed = loop, kept, failed
+        self._loop = loop
+        self._kept = kept
+        self._failed = failed
         self.copies: list[dict[str, Any]] = []
         self.slots: list[int] = []
         self.run_id = ""
@@ -47,7 +49,9 @@ class Held:
         Returns:
             The keeper's port.
         """
-        self._hub, self._token, self.keeper = hub, token, Keeper(token)
+        self._hub = hub
+        self._token = token
+        self.keeper = Keeper(token)
         return self.keeper.port
 
     def answer(self) -> dict[str, Any]:
@@ -103,7 +107,9 @@ class Held:
                 os.close(slot)
             if late:
                 return
-            self.copies, self.slots, self.run_id = copies, slots, copies[-1]["run_id"] if copies else ""
+            self.copies = copies
+            self.slots = slots
+            self.run_id = copies[-1]["run_id"] if copies else ""
             done()
 
         fetch(self._loop, self._locate(address), self._token, rank, numbers, take)

@@ -53,7 +53,10 @@ class Hub:
     def __init__(
         self, loop: EventLoop, world: int, limit: int, alone: bool, elsewhere: bool = False, spares: int = 0
     ) -> None:
-        self._loop, self._world, self._limit, self._elsewhere = loop, world, limit, elsewhere
+        self._loop = loop
+        self._world = world
+        self._limit = limit
+        self._elsewhere = elsewhere
         # Not at the address of this host's name: here it may be 127.0.1.1, or one that only the others can use.
         both = socket.has_dualstack_ipv6() and not alone
         family, address = socket.AF_INET6 if both else socket.AF_INET, LOOPBACK if alone else ""
@@ -65,7 +68,10 @@ class Hub:
         self._expected, self._vacant = spares, list[int]()
         # How many seconds these are waited for where the launcher replaces what is lost.
         self._patience = env_int("MEGALITE_RESERVE_WAIT", 0)
-        self._round, self._recoveries, self._gave_up, self._ended = 0, 0, "", False
+        self._round = 0
+        self._recoveries = 0
+        self._gave_up = ""
+        self._ended = False
         # Whether some ranks are on hosts that have no device for them.
         self._stood_in = False
         self._broken: dict[str, Any] | None = None
@@ -240,7 +246,9 @@ class Hub:
         self._go(said, keepers if common else {})
 
     def _go(self, said: dict[str, Any], keepers: dict[int, Peer]) -> None:
-        self._round, self._broken, self._done = self._round + 1, None, set()
+        self._round = self._round + 1
+        self._broken = None
+        self._done = set()
         said = {"go": self._round, **said}
         for rank, address in enumerate(self._addresses_of_buddies() or [None] * self._world):
             fetch = self._address(keepers[rank]) if rank in keepers else None

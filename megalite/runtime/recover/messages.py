@@ -21,7 +21,9 @@ MAX_MESSAGE = 1 << 16
 
 
 # A host that is gone without a word is noticed within 15 s.
-_IDLE_S, _PROBE_S, _PROBES = 5, 2, 5
+_IDLE_S = 5
+_PROBE_S = 2
+_PROBES = 5
 
 
 def network() -> str:
@@ -124,7 +126,10 @@ class Link:
     def __init__(
         self, loop: EventLoop, connection: socket.socket, heard: Callable[[dict[str, Any] | None], None]
     ) -> None:
-        self._loop, self._socket, self.heard, self._part = loop, connection, heard, b""
+        self._loop = loop
+        self._socket = connection
+        self.heard = heard
+        self._part = b""
         connection.settimeout(10.0)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(connection)

@@ -73,7 +73,9 @@ class Keeper:
     """
 
     def __init__(self, token: str) -> None:
-        self._token, self._wards, self._lock = token, dict[int, _Ward](), threading.Lock()
+        self._token = token
+        self._wards = dict[int, _Ward]()
+        self._lock = threading.Lock()
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         self._server = socket.create_server(("", 0), family=family, backlog=64, dualstack_ipv6=both)
@@ -122,7 +124,9 @@ class Keeper:
             ward = self._wards.setdefault(rank, _Ward())
             if round_ < ward.round:
                 return
-            before, ward.connection, ward.round = ward.connection, connection, round_
+            before = ward.connection
+            ward.connection = connection
+            ward.round = round_
         if before is not None:
             # The guard's connection of an earlier round, which must not write any more.
             _shut(before)
@@ -182,7 +186,9 @@ class Sender:
         kept: Callable[[int], None],
         failed: Callable[[str], None],
     ) -> None:
-        self._loop, self._kept, self._failed = loop, kept, failed
+        self._loop = loop
+        self._kept = kept
+        self._failed = failed
         self._copies: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
         self._closed = False
         self._connection: socket.socket | None = None

@@ -48,7 +48,9 @@ def replay(
     Returns:
         What it came to this time.
     """
-    engine, ctx, number = run.engine, run.engine.ctx, run.step + 1
+    engine = run.engine
+    ctx = run.engine.ctx
+    number = run.step + 1
     own = gradients.read()
     changed, damaged = _load_again(run, scalars)
     gradients.start(closely=True)

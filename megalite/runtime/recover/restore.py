@@ -230,7 +230,9 @@ def record_recovery(run: Run) -> bool:
     if run.engine.ctx.rank != 0:
         logger.info(back)  # other hosts' clocks say nothing of when it died
         return True
-    gone, died, met = turn["gone"], turn["died"], rank_guard.met
+    gone = turn["gone"]
+    died = turn["died"]
+    met = rank_guard.met
     logger.info(f"{back} in {now - died:.1f} s")
     if turn["gave_up"]:
         logger.info(f"{turn['gave_up']}: saving, then exiting")

@@ -94,7 +94,9 @@ def open_data(
     Args:
         share: (rank, world): the ranks divide the checking of the files among them.
     """
-    d, model, seed = cfg.data, cfg.model, cfg.train.seed
+    d = cfg.data
+    model = cfg.model
+    seed = cfg.train.seed
     if train_data is not None:
         datasets = _own_datasets(cfg, train_data, valid_data)
     elif d.mock_data:
@@ -128,7 +130,9 @@ def _own_datasets(cfg: Config, train: Samples, valid: Samples | None) -> Dataset
 
 def _token_files(cfg: Config, tokenizer: Tokenizer | None, share: tuple[int, int]) -> Datasets:
     """Open the token files of `--data`."""
-    d, model, seed = cfg.local_data, cfg.model, cfg.train.seed
+    d = cfg.local_data
+    model = cfg.model
+    seed = cfg.train.seed
     prefixes = data_prefixes(cfg)
     if tokenizer is not None:
         check_tokenizer_matches(prefixes + (prefixes_of(d.valid_data) if d.valid_data else []), tokenizer)

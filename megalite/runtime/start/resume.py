@@ -158,7 +158,9 @@ def resume(engine: Engine[Config], source: Source, meta: dict[str, Any]) -> dict
 
     Without moments that fit, or with `reset_optimizer`, the optimizer and the loss scale start anew.
     """
-    path, optimizer, manifest = source.path, engine.optimizer, source.checkpoint.manifest
+    path = source.path
+    optimizer = engine.optimizer
+    manifest = source.checkpoint.manifest
     saved, ours = manifest.meta, json.loads(json.dumps(meta))
     with_moments = not (source.reset_optimizer or unfit_moments(engine.cfg, manifest))
     order = _ORDER_PARTS if saved.get("data_hash") and not source.reset_data else ()
@@ -222,7 +224,9 @@ def _log_rates(cfg: Config, saved: dict[str, Any], start: int) -> None:
     """Log what jumps: is not between the rates at which the checkpoint's run ended and would have continued."""
     if (theirs := _options_of_rates(saved)) is None:
         return
-    step, ours, jumps = saved["step"], rates_at(cfg.optim, cfg.train, start + 1), []
+    step = saved["step"]
+    ours = rates_at(cfg.optim, cfg.train, start + 1)
+    jumps = []
     named = {"learning rate": "lr", "weight decay": "weight_decay"}
     if not cfg.optim.decoupled_lr == theirs[0].decoupled_lr is None:
         named["learning rate of embedding and output layers"] = "decoupled_lr"
@@ -244,8 +248,9 @@ def _options_of_rates(saved: dict[str, Any]) -> tuple[OptimConfig, TrainConfig] 
         return None
     recorded = {group: _recorded(saved, group) for group in ("optim", "train")}
     recorded["train"]["train_steps"] = max(1, recorded["train"]["train_steps"])
-    optim, train = ({f.name: options[f.name] for f in dataclasses.fields(GROUPS[group])}
-                    for group, options in recorded.items())  # fmt: skip
+    optim, train = (
+        {f.name: options[f.name] for f in dataclasses.fields(GROUPS[group])} for group, options in recorded.items()
+    )
     try:
         return OptimConfig(**optim), TrainConfig(**train)
     except UserError:

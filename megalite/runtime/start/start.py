@@ -121,7 +121,9 @@ def _starting_point(
     Returns:
         The checkpoint, if it was one; what checkpoints of this run record; the metadata that the run continues from.
     """
-    cfg, ctx, restored = engine.cfg, engine.ctx, copies.restored if copies else None
+    cfg = engine.cfg
+    ctx = engine.ctx
+    restored = copies.restored if copies else None
     source = None
     if not restored:
         source = restore.newest_of(engine, checkpointer) or choose_checkpoint(engine, checkpointer.mirror)

@@ -33,7 +33,9 @@ class Deaths:
 
     def __init__(self, folder: Path, world: int) -> None:
         self._path, self._every = folder / "first_death.json", max(1.0, world / _LOOKS_PER_S)
-        self._next_look, self._known_for, self._what = 0.0, 0.0, ""
+        self._next_look = 0.0
+        self._known_for = 0.0
+        self._what = ""
 
     def record(self, rank: int, pid: int, place: str) -> None:
         """Write that a rank has died, unless another was first: ranks follow one another."""

@@ -31,7 +31,9 @@ from megalite.runtime.watch.stacks import is_complete, is_waiting, main_thread
 LAYOUT = struct.Struct("<Qqb63s64s")
 # What counts as life besides a heartbeat: nothing; processor time, I/O and waits for the disk of the rank's children (a
 # save); also its own processor time and I/O (set-up and the first step, where files are read and kernels compiled).
-STRICT, CHILDREN, OWN = 0, 1, 2
+STRICT = 0
+CHILDREN = 1
+OWN = 2
 # Nothing is expected: a notebook holds the run between two steps.
 IDLE = 3
 # A rank without a heartbeat for this many timeouts is killed even if it is busy, or if its peers do not report.
@@ -78,12 +80,29 @@ class Watchdog:
     """Watches one rank until the rank exits or is killed."""
 
     def __init__(
-        self, rank: int, world: int, pid: int, timeout: float, folder: str, beats: int, stacks: int, alive: int,
-        flight: int, cuda: bool = False, recovers: bool = False
-    ) -> None:  # fmt: skip
-        self.rank, self.world, self.pid, self.timeout, self.cuda = rank, world, pid, timeout, cuda
+        self,
+        rank: int,
+        world: int,
+        pid: int,
+        timeout: float,
+        folder: str,
+        beats: int,
+        stacks: int,
+        alive: int,
+        flight: int,
+        cuda: bool = False,
+        recovers: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.world = world
+        self.pid = pid
+        self.timeout = timeout
+        self.cuda = cuda
         self.recovers = recovers
-        self.folder, self.stacks, self.alive, self.flight = Path(folder), stacks, alive, flight
+        self.folder = Path(folder)
+        self.stacks = stacks
+        self.alive = alive
+        self.flight = flight
         self.memory = mmap.mmap(beats, LAYOUT.size, prot=mmap.PROT_READ)
         self.tick = min(1.0, timeout / 20)
         self.report: HangReport | None = None
@@ -103,11 +122,17 @@ class Watchdog:
             now = time.monotonic()
             # Anything that also stops the watchdog (Ctrl-Z, a frozen container, a starved host) is not a hang.
             passed = min(now - before, 2 * self.tick)
-            silent, without_beat, before = silent + passed, without_beat + passed, now
+            silent = silent + passed
+            without_beat = without_beat + passed
+            before = now
             beat = Beat.read(self.memory)
             previous, effort = effort, self.effort(beat.patience)
             if beat.count != last.count or beat.patience == IDLE:
-                last, silent, without_beat, self.last_look, self.polls_gpu = beat, 0.0, 0.0, 0.0, False
+                last = beat
+                silent = 0.0
+                without_beat = 0.0
+                self.last_look = 0.0
+                self.polls_gpu = False
                 self.withdraw()
             elif dead := self.deaths.overdue(without_beat, passed):
                 self.kill(f"{dead}; killing this rank, which did not end by itself")
@@ -181,11 +206,18 @@ class Watchdog:
         # The thread that answers needs the interpreter, which a rank in a collective does not hold.
         waits_in, begun = ask(self.flight) if state == WAITING else ("", True)
         return HangReport(
-            self.rank, socket.gethostname(), self.pid, beat.step, beat.place, silent, state, stacks,
+            self.rank,
+            socket.gethostname(),
+            self.pid,
+            beat.step,
+            beat.place,
+            silent,
+            state,
+            stacks,
             progress=beat.count if self.cuda else 0,
             waits_in=waits_in,
             gpu_waits=begun or not self.cuda,
-        )  # fmt: skip
+        )
 
     def dump(self) -> str:
         """Get the rank's Python stacks; faulthandler prints them whatever the interpreter is busy with."""
@@ -258,7 +290,9 @@ class Watchdog:
 
 def ask(flight: int) -> tuple[str, bool]:
     """Ask the rank at the other end of a socket for its `flight.oldest_unfinished`; ("", True): it does not answer."""
-    question, text, deadline = bytes([time.monotonic_ns() % 256]), b"", time.monotonic() + _ANSWER_S
+    question = bytes([time.monotonic_ns() % 256])
+    text = b""
+    deadline = time.monotonic() + _ANSWER_S
     with contextlib.suppress(OSError, ValueError, TypeError):
         os.write(flight, question)
         while readable(flight, max(0.0, deadline - time.monotonic())) and (part := os.read(flight, _MAX_ANSWER)):

@@ -170,9 +170,13 @@ def test_sequences_longer_than_the_models_positions(models: Any, tmp_path: Path)
     positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
     for seq_len, run in ((2 * positions, "longer"), (positions // 2, "shorter")):
         cfg = megalite.configure(
-            init_from_hf=str(folder), seq_len=seq_len, mock_data=True, train_steps=1, device="cpu",
+            init_from_hf=str(folder),
+            seq_len=seq_len,
+            mock_data=True,
+            train_steps=1,
+            device="cpu",
             run_dir=str(tmp_path / run),
-        )  # fmt: skip
+        )
         with megalite.start(cfg) as started:
             assert len(list(megalite.steps(started))) == 1
         words = f"--seq-len {seq_len} is more than the {positions} positions of the model in {folder}"

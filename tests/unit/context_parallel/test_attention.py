@@ -218,8 +218,14 @@ def test_dropout_of_whole_samples(dtype: torch.dtype) -> None:
     assert error < 2 * LIMITS[dtype], where
 
 
-FAULTS = ("documents not masked", "windows not masked", "log-sum-exp 0 of what sees no key", "one hop short",
-          "causal from the top left", "own keys at every hop of backward")  # fmt: skip
+FAULTS = (
+    "documents not masked",
+    "windows not masked",
+    "log-sum-exp 0 of what sees no key",
+    "one hop short",
+    "causal from the top left",
+    "own keys at every hop of backward",
+)
 
 
 def with_fault(rank: int, fault: str) -> list[list[Tensor]]:

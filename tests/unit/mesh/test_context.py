@@ -93,9 +93,7 @@ def test_every_call_that_makes_groups_partitions_the_world(
     monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any]
 ) -> None:
     sizes = {name: layout.get(name, 1) for name in ("tp", "pp", "cp")}
-    grid = Grid.of(
-        4 * math.prod(sizes.values()), ep=layout.get("ep", 1), etp=layout.get("etp", "tp"), **sizes
-    )  # fmt: skip
+    grid = Grid.of(4 * math.prod(sizes.values()), ep=layout.get("ep", 1), etp=layout.get("etp", "tp"), **sizes)
 
     def build(context: ParallelContext) -> None:
         context.split("dp", "cp", size=2)

@@ -74,7 +74,7 @@ ROWS: dict[str, Row] = {
     "ring": ("gemma3_text", 2, {"cp": 2, "cp_comm": "ring"}, {"recompute": "full"}, True),
     "heads": ("gemma3_text", 2, {"cp": 2, "cp_comm": "a2a"}, {}, True),
     "pieces": ("qwen3_next", 2, {"cp": 2}, {}, True),
-}  # fmt: skip
+}
 Counts = tuple[int, int, int]
 
 

@@ -45,13 +45,25 @@ def draw(
 
 
 @given(
-    st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 8),
-    st.one_of(st.none(), st.integers(1, 10)), st.sampled_from([None, 0.3]), st.sampled_from([None, 0.5, 50.0]),
-)  # fmt: skip
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.one_of(st.none(), st.integers(1, 10)),
+    st.sampled_from([None, 0.3]),
+    st.sampled_from([None, 0.5, 50.0]),
+)
 def test_fp32_is_the_formula_both_ways(
-    batch: int, kv_heads: int, group: int, seq: int, width: int, window: int | None, scale: float | None,
+    batch: int,
+    kv_heads: int,
+    group: int,
+    seq: int,
+    width: int,
+    window: int | None,
+    scale: float | None,
     softcap: float | None,
-) -> None:  # fmt: skip
+) -> None:
     ops = resolve("auto", "cpu", torch.float32)
     q, k, v, dy = draw(batch, kv_heads * group, kv_heads, seq, width)
     exact = [t.clone().requires_grad_() for t in (q, k, v)]

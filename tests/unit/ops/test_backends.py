@@ -147,9 +147,19 @@ def test_adamw_is_torchs_adamw(ops: Ops, device: str) -> None:
         reference.grad = grad.double() * 0.25
         optimizer.step()
         ops.adamw(
-            param, grad.to(device), m, v, out, lr=0.02, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3, step=step,
+            param,
+            grad.to(device),
+            m,
+            v,
+            out,
+            lr=0.02,
+            beta1=0.8,
+            beta2=0.9,
+            eps=1e-6,
+            weight_decay=0.3,
+            step=step,
             grad_multiplier=multiplier,
-        )  # fmt: skip
+        )
         torch.testing.assert_close(param.double().cpu(), reference.detach(), rtol=1e-5, atol=1e-6)
 
 

@@ -59,11 +59,17 @@ def test_interpreter_is_never_an_automatic_choice() -> None:
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc, which Triton requires")
 @pytest.mark.parametrize(
     ("asked", "capability", "dtype", "backend"),
-    [("auto", (9, 0), torch.bfloat16, "cuda"), ("auto", (9, 0), torch.float16, "triton"),
-     ("auto", (9, 0), torch.float32, "torch"), ("triton", (9, 0), torch.float32, "triton"),
-     ("auto", (8, 0), torch.bfloat16, "triton"), ("auto", (7, 5), torch.float16, "torch"),
-     ("triton", (7, 5), torch.float16, "triton"), ("auto", (12, 0), torch.bfloat16, "triton")],
-)  # fmt: skip
+    [
+        ("auto", (9, 0), torch.bfloat16, "cuda"),
+        ("auto", (9, 0), torch.float16, "triton"),
+        ("auto", (9, 0), torch.float32, "torch"),
+        ("triton", (9, 0), torch.float32, "triton"),
+        ("auto", (8, 0), torch.bfloat16, "triton"),
+        ("auto", (7, 5), torch.float16, "torch"),
+        ("triton", (7, 5), torch.float16, "triton"),
+        ("auto", (12, 0), torch.bfloat16, "triton"),
+    ],
+)
 def test_grouped_products_by_gpu(
     monkeypatch: pytest.MonkeyPatch, asked: str, capability: tuple[int, int], dtype: torch.dtype, backend: str
 ) -> None:

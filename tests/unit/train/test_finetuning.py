@@ -21,9 +21,19 @@ from megalite.runtime.data import IndexedDataset, chat_template_of
 from tests.workers import WorkerPool
 
 SIZES: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 48, "vocab_size": 61, "seq_len": 32,
-    "global_batch_size": 4, "train_steps": 6, "lr": 3e-3, "split": "9,1", "eval_steps": 2, "device": "cpu",
-}  # fmt: skip
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "ffn_hidden_size": 48,
+    "vocab_size": 61,
+    "seq_len": 32,
+    "global_batch_size": 4,
+    "train_steps": 6,
+    "lr": 3e-3,
+    "split": "9,1",
+    "eval_steps": 2,
+    "device": "cpu",
+}
 
 
 def chats(folder: Path, answers: int = 4) -> str:

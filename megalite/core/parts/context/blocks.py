@@ -244,10 +244,19 @@ class BlockAttention:
     ops: Ops
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask, documents: Documents | None = None, *,
-        dropout: HeadDropout | None = None, scale: float | None = None, softcap: float | None = None,
-        expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        mask: Mask,
+        documents: Documents | None = None,
+        *,
+        dropout: HeadDropout | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend; q, k and v are of this rank's tokens, documents of whole samples.
 
         sinks [N] are scores of each query head, one more column of the softmax, for which out has nothing.

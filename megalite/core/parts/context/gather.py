@@ -62,7 +62,9 @@ class _LatentAttention(torch.autograd.Function):
         case.attend(total, q, pack(k, _filled(v, q)), (range(k.shape[2]),))
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, latents, out, total.lse)
-        ctx.expand, ctx.gather, ctx.case = expand, gather, case
+        ctx.expand = expand
+        ctx.gather = gather
+        ctx.case = case
         return out[..., : v.shape[-1]]
 
     @staticmethod

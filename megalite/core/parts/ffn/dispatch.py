@@ -110,7 +110,10 @@ class AllToAll(Dispatch):
     """
 
     def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> None:
-        ids, self.ep, self.k, self.local = ids_TK.flatten(), ep, ids_TK.shape[1], num_experts // ep.size
+        ids = ids_TK.flatten()
+        self.ep = ep
+        self.k = ids_TK.shape[1]
+        self.local = num_experts // ep.size
         counts = count(ids, num_experts)
         self.arriving = torch.empty_like(counts)
         if ep.size > 1:
@@ -162,7 +165,9 @@ class AllGather(Dispatch):
     def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> None:
         all_ids, gathering = collectives.start_all_gather(ids_TK, ep)
         gathering.wait()
-        self.ep, self.k, self.local = ep, ids_TK.shape[1], num_experts // ep.size
+        self.ep = ep
+        self.k = ids_TK.shape[1]
+        self.local = num_experts // ep.size
         own = all_ids.flatten() - ep.rank * self.local
         own = own.where((own >= 0) & (own < self.local), self.local)  # experts elsewhere come last
         sources = torch.arange(len(own), device=own.device) // ids_TK.numel()

@@ -31,7 +31,9 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        layer, sizes, dy = ctx.layer, ctx.sizes, dy.contiguous()
+        layer = ctx.layer
+        sizes = ctx.sizes
+        dy = dy.contiguous()
 
         def add(weight: ShardedParameter) -> None:
             layer.products.wgrad(dy, x, weight, sizes)
@@ -64,7 +66,10 @@ class GroupedLinear(nn.Module):
         adds_bias: bool = True,
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.queue, self.products = weight, bias, queue, products
+        self.weight = weight
+        self.bias = bias
+        self.queue = queue
+        self.products = products
         self.adds_bias = adds_bias
 
     def forward(self, x_RI: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -106,7 +111,11 @@ class WideLinear(nn.Module):
         self, weight: ShardedParameter, bias: ShardedParameter | None, queue: WgradQueue, ops: Ops, scale: float
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.queue, self.ops, self.scale = weight, bias, queue, ops, scale
+        self.weight = weight
+        self.bias = bias
+        self.queue = queue
+        self.ops = ops
+        self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; the result is fp32."""

@@ -52,7 +52,9 @@ class Experts(nn.Module):
         super().__init__()
         cfg = layers.cfg
         assert cfg.num_experts is not None
-        self.gated, self.num_experts, self.ep = cfg.gated, cfg.num_experts, layers.ep
+        self.gated = cfg.gated
+        self.num_experts = cfg.num_experts
+        self.ep = layers.ep
         if self.gated:
             self.gate_up_proj = layers.experts(f"{name}.gate_up_proj")
         else:
@@ -62,7 +64,9 @@ class Experts(nn.Module):
         cut = self.down_proj.weight.shard.layout.grid["tp"] > 1
         self.tp, self.sequence_parallel = layers.tp if cut else Axis("tp"), layers.sequence_parallel
         self.weigh_inputs = cfg.moe_apply_probs_on_input
-        self.name, self.log, self.most_rows = name, layers.routing, layers.most_rows
+        self.name = name
+        self.log = layers.routing
+        self.most_rows = layers.most_rows
         self.dispatch = DISPATCHES[layers.dispatch]
 
     def start(self, routing: Routing) -> Dispatch:

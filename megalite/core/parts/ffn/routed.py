@@ -26,7 +26,10 @@ class MoE(FeedForward):
 
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
         assert cfg.num_experts is not None
-        experts, hidden, ffn, shared = cfg.num_experts, cfg.hidden_size, cfg.expert_ffn_size, cfg.moe_shared_ffn_size
+        experts = cfg.num_experts
+        hidden = cfg.hidden_size
+        ffn = cfg.expert_ffn_size
+        shared = cfg.moe_shared_ffn_size
         first, parts = ("gate_up_proj", (ffn, ffn)) if cfg.gated else ("up_proj", ())
         rows, columns = (("ep", 0), ("tp", 1)), (("ep", 0), ("tp", 2))
         up = ParamSpec(
@@ -65,7 +68,9 @@ class MoE(FeedForward):
 
     def saved(self, cfg: StepConfig) -> list[SavedTensor]:
         """List what it keeps, with as many tokens on this rank's experts as plans assume."""
-        m, e, own = cfg.model, element_size(cfg), residual_rows(cfg)
+        m = cfg.model
+        e = element_size(cfg)
+        own = residual_rows(cfg)
         assert m.num_experts is not None
         rows, ffn = rows_received(cfg), m.expert_ffn_size // experts_tp(cfg.parallel)
         gathers = choose_dispatch(m, cfg.parallel)[0] == "allgather"

@@ -50,7 +50,9 @@ class Routing:
     """
 
     def __init__(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor, loss: torch.Tensor | None) -> None:
-        self.ids_TK, self.weights_TK, self.loss = ids_TK, weights_TK, loss
+        self.ids_TK = ids_TK
+        self.weights_TK = weights_TK
+        self.loss = loss
 
     def add_loss(self, y: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
         """Return y, whose backward pass also starts from the loss."""
@@ -69,7 +71,10 @@ class Router(WideLinear):
         super().__init__(**layers.wide(f"layers.{index}.mlp.router"))
         cfg = layers.cfg
         assert cfg.num_experts is not None
-        self.index, self.log, self.num_experts, self.k = index, layers.routing, cfg.num_experts, cfg.moe_topk
+        self.index = index
+        self.log = layers.routing
+        self.num_experts = cfg.num_experts
+        self.k = cfg.moe_topk
         self.renormalize, self.z_coeff = cfg.moe_renormalize, cfg.moe_z_loss_coeff
         self.sigmoid, self.factor = cfg.moe_router_score_function == "sigmoid", cfg.moe_router_topk_scaling_factor
         self.groups, self.best_groups = cfg.moe_router_num_groups, cfg.moe_router_group_topk

@@ -92,7 +92,9 @@ class ExpertWatch:
     """
 
     def __init__(self, cfg: ModelConfig, steps: int = 50) -> None:
-        self.most, self.steps, self.seen = 0.9 * (cfg.num_experts or 0) / cfg.moe_topk, steps, 0
+        self.most = 0.9 * (cfg.num_experts or 0) / cfg.moe_topk
+        self.steps = steps
+        self.seen = 0
         self.tokens = torch.zeros(())
         biased = cfg.moe_router_enable_expert_bias
         self.remedy = "--moe-router-bias-update-rate" if biased else "--moe-aux-loss-coeff"

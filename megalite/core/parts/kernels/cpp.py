@@ -17,9 +17,18 @@ import torch
 from megalite.core.base.log import logger
 
 NAMES = (
-    "adamw_", "l2_norm", "norm", "norm_backward", "glu", "glu_backward", "rope_", "rope", "rope_pack",
-    "cross_entropy_stats", "cross_entropy_grad_",
-)  # fmt: skip
+    "adamw_",
+    "l2_norm",
+    "norm",
+    "norm_backward",
+    "glu",
+    "glu_backward",
+    "rope_",
+    "rope",
+    "rope_pack",
+    "cross_entropy_stats",
+    "cross_entropy_grad_",
+)
 # Kernels by name, filled by `use`.
 KERNELS: dict[str, Callable[..., Any]] = {}
 

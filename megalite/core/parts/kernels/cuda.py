@@ -107,9 +107,17 @@ def _norms(flat: Tensor, offsets: int, segments: int, blocks: int, norms: Tensor
     address = check_flat(flat, "flat", flat.numel(), flat.device, flat.dtype)
     partials = flat.new_empty(segments * blocks, dtype=torch.float64)
     _launch(
-        _entries.norms, flat.device, address, offsets, partials.data_ptr(), norms.data_ptr(),
-        flat.numel(), segments, blocks, _element(flat, "flat"),
-    )  # fmt: skip
+        _entries.norms,
+        flat.device,
+        address,
+        offsets,
+        partials.data_ptr(),
+        norms.data_ptr(),
+        flat.numel(),
+        segments,
+        blocks,
+        _element(flat, "flat"),
+    )
     return norms
 
 

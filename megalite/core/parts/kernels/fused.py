@@ -88,9 +88,15 @@ BACKENDS: dict[str, Callable[[str], Backend]] = {"triton": triton_backend, "cpp"
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kernels: str,
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        kernels: str,
         group: int,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if group:
             y, total, mean, rstd, *codes = _kernel(kernels, "norm_codes")(x, residual, weight, bias, eps, group)
             y.fp8_codes = codes
@@ -128,7 +134,9 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, kind: str, kernels: str, group: int) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.name, ctx.kind, ctx.kernels = name, KINDS[kind], kernels
+        ctx.name = name
+        ctx.kind = KINDS[kind]
+        ctx.kernels = kernels
         if not group:
             return _kernel(kernels, name)(x, ctx.kind)
         y, *codes = _kernel(kernels, name + "_codes")(x, ctx.kind, group)
@@ -235,9 +243,15 @@ def cross_entropy_stats(
 
 
 def cross_entropy_grad_(
-    logits: Tensor, target: Tensor, vocab_start: int, lse: Tensor, scale: Tensor, valid: int | None = None, *,
+    logits: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    lse: Tensor,
+    scale: Tensor,
+    valid: int | None = None,
+    *,
     kernels: str,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute `cross_entropy_grad_` in one pass."""
     columns = logits.shape[1] if valid is None else valid
     _kernel(kernels, "cross_entropy_grad_")(logits, target, vocab_start, lse, scale, columns)
@@ -271,9 +285,15 @@ def segment_norms(flat: Tensor, offsets: tuple[int, ...], *, kernels: str) -> Te
 
 
 def lamb_apply(
-    param: Tensor, update: Tensor, out_param: Tensor | None, ratios: Tensor, offsets: tuple[int, ...], lr: float, *,
+    param: Tensor,
+    update: Tensor,
+    out_param: Tensor | None,
+    ratios: Tensor,
+    offsets: tuple[int, ...],
+    lr: float,
+    *,
     kernels: str,
-) -> None:  # fmt: skip
+) -> None:
     """Run `lamb_apply` on all segments in one launch."""
     _kernel(kernels, "lamb_apply_")(param, update, out_param, ratios, _offsets_on(param.device, offsets), lr)
 

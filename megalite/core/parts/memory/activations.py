@@ -107,7 +107,9 @@ class _HostTensor:
     """An activation on the host, and the one saved before it in its pass; autograd drops it, and its buffer is free."""
 
     def __init__(self, buffer: _Buffer, previous: _HostTensor | None, give_back: Callable[[_Buffer], None]) -> None:
-        self.buffer, self.previous, self._give_back = buffer, previous, give_back
+        self.buffer = buffer
+        self.previous = previous
+        self._give_back = give_back
         self.fetched: Tensor | None = None
 
     def __del__(self) -> None:

@@ -67,7 +67,10 @@ class Codec(ABC):
 
         `wait` writes the elements `owned` of the sum to `grad`, multiplied by `scale` as well.
         """
-        self._grad, self._owned, self._scale, self.sent = grad, owned, scale, 0
+        self._grad = grad
+        self._owned = owned
+        self._scale = scale
+        self.sent = 0
         x = grad / scale
         if self.residual is not None:
             x += self.residual

@@ -20,7 +20,9 @@ def offloaded_bytes(cfg: StepConfig, dp: int, schedule: str, layers: Sequence[ra
         layers: layers of every stage.
         pinned: whether the buffers are in pinned memory, which comes in powers of two.
     """
-    p, m, size = cfg.parallel, cfg.num_microbatches(dp), residual_bytes(cfg)
+    p = cfg.parallel
+    m = cfg.num_microbatches(dp)
+    size = residual_bytes(cfg)
     buffer, sizes = pinned_bytes(size) if pinned else size, sample_sizes(p.pp, m)
     sent = tuple(sent_blocks(*stage) for stage in enumerate(layers))
     most = [most_waiting(schedule, p.pp, p.vp, count, sent) for count in sizes]

@@ -30,7 +30,9 @@ class Attention(nn.Module):
         cfg, name = layers.cfg, f"layers.{index}.self_attn"
         self.num_heads, self.num_kv_heads = cfg.num_heads // layers.tp.size, cfg.kv_heads // layers.tp.size
         self.head_dim, self.recompute_core = cfg.head_size, recompute_core
-        self.mask, self.scale, self.softcap = Mask(cfg.window_of(index)), cfg.attention_scale, cfg.attention_softcap
+        self.mask = Mask(cfg.window_of(index))
+        self.scale = cfg.attention_scale
+        self.softcap = cfg.attention_softcap
         self.attention, self.rope_qkv = layers.ops.attention, layers.ops.rope_qkv
         self.dropout, self.first_head = layers.dropout("attention", index), layers.tp.rank * self.num_heads
         self.gated = cfg.attention_output_gate
@@ -61,7 +63,9 @@ class Attention(nn.Module):
 
     def _core(self, qkv: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
         """Attend with packed q|k|v: [S, B, (N + 2G) D] -> [S, B, N D]; with a gate, q is [q | gate] of each head."""
-        n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
+        n = self.num_heads
+        g = self.num_kv_heads
+        d = self.head_dim
         seq, batch = qkv.shape[:2]
         gate = None
         if self.gated:
@@ -102,7 +106,9 @@ class QKNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = layers.param(f"{name}.weight"), layers.cfg.norm_eps
         self.per_head, self.head_dim = layers.cfg.qk_norm == "head", layers.cfg.head_size
-        self.rmsnorm, self.tp, self.zero_centered = layers.ops.rmsnorm, layers.tp, layers.cfg.zero_centered_norm
+        self.rmsnorm = layers.ops.rmsnorm
+        self.tp = layers.tp
+        self.zero_centered = layers.cfg.zero_centered_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize local queries or keys of all heads, [S, B, heads D]; the result has the same shape."""

@@ -124,7 +124,9 @@ def _behind_the_rule(cfg: StepConfig) -> list[SavedTensor]:
 
 def _of_pieces(cfg: StepConfig) -> list[SavedTensor]:
     """List what the core keeps besides where samples are in pieces, two of each on a rank."""
-    p, samples, (_, heads, key_size, size) = cfg.parallel, cfg.train.micro_batch_size, cfg.model.delta_heads
+    p = cfg.parallel
+    samples = cfg.train.micro_batch_size
+    _, heads, key_size, size = cfg.model.delta_heads
     before = element_size(cfg) * (_conv(cfg.model) - 1) * _features(cfg.model)
     states = 4 * _pieces_worked_through(cfg.model, samples, p.cp, p.tp) * key_size
     return [

@@ -33,8 +33,12 @@ class DeltaNetLayer(nn.Module):
         super().__init__()
         cfg, name = layers.cfg, f"layers.{index}.self_attn"
         key_heads, value_heads, key_size, value_size = cfg.delta_heads
-        self.cp, self.key_heads, self.recompute_core = layers.cp, key_heads // layers.tp.size, recompute_core
-        self.per_key, self.key_size, self.value_size = value_heads // key_heads, key_size, value_size
+        self.cp = layers.cp
+        self.key_heads = key_heads // layers.tp.size
+        self.recompute_core = recompute_core
+        self.per_key = value_heads // key_heads
+        self.key_size = key_size
+        self.value_size = value_size
         self.in_proj = layers.column(f"{name}.in_proj")
         self.conv1d, self.dt_bias, self.A_log = (layers.param(f"{name}.{x}") for x in ("conv1d", "dt_bias", "A_log"))
         functions = layers.ops.rmsnorm, layers.ops.add_rmsnorm
@@ -54,7 +58,10 @@ class DeltaNetLayer(nn.Module):
 
     def _core(self, mixed: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
         """Mix [q | k | v | z of each key head | b | a of each key head], [S, B, ...] -> [S, B, G R V]."""
-        g, r, k, v = self.key_heads, self.per_key, self.key_size, self.value_size
+        g = self.key_heads
+        r = self.per_key
+        k = self.key_size
+        v = self.value_size
         qkvz, ba = mixed.split((g * 2 * (k + r * v), g * 2 * r), dim=-1)
         *qkv, z = qkvz.unflatten(-1, (g, -1)).split((k, k, r * v, r * v), dim=-1)
         b, a = (x.flatten(-2) for x in ba.unflatten(-1, (g, -1)).split(r, dim=-1))

@@ -22,7 +22,9 @@ class GroupedQueryAttention(Mixer):
     """qkv_proj -> q/k norm -> rope -> scaled dot product -> o_proj, with an optional window and cap of scores."""
 
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
-        hidden, q, kv = cfg.hidden_size, cfg.num_heads * cfg.head_size, cfg.kv_heads * cfg.head_size
+        hidden = cfg.hidden_size
+        q = cfg.num_heads * cfg.head_size
+        kv = cfg.kv_heads * cfg.head_size
         gated = cfg.attention_output_gate
         parts = (q * (1 + gated), kv, kv)
         # Of each head, its gate follows its query.
@@ -47,8 +49,12 @@ class GroupedQueryAttention(Mixer):
 
     def core(self, cfg: StepConfig) -> list[SavedTensor]:
         """List what attention keeps besides its output: its input, the norms of queries and keys, its statistics."""
-        m, e, on_cpu = cfg.model, element_size(cfg), cfg.parallel.device == "cpu"
-        q, kv, scores = m.num_heads * m.head_size, m.kv_heads * m.head_size, m.num_heads * m.seq_len
+        m = cfg.model
+        e = element_size(cfg)
+        on_cpu = cfg.parallel.device == "cpu"
+        q = m.num_heads * m.head_size
+        kv = m.kv_heads * m.head_size
+        scores = m.num_heads * m.seq_len
         # FlashAttention follows the lengths of documents; elsewhere each sample has a mask of its own.
         documents = cfg.within_documents or any(map(m.chunk_of, range(m.num_layers)))
         by_document = documents and (on_cpu or e == 4)

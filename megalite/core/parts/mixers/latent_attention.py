@@ -40,7 +40,9 @@ class LatentAttentionLayer(nn.Module):
         self.num_heads, self.recompute_core = cfg.num_heads // layers.tp.size, recompute_core
         self.query_parts, self.value_parts = (cfg.nope_size, cfg.rotary_dim), (cfg.nope_size, cfg.value_size)
         self.latent_parts = (cfg.latent_size, cfg.rotary_dim)
-        self.mask, self.scale, self.softcap = Mask(cfg.window_of(index)), cfg.attention_scale, cfg.attention_softcap
+        self.mask = Mask(cfg.window_of(index))
+        self.scale = cfg.attention_scale
+        self.softcap = cfg.attention_softcap
         self.attention, self.rope = layers.ops.attention, layers.ops.rope
         self.dropout, self.first_head = layers.dropout("attention", index), layers.tp.rank * self.num_heads
         self.tp = layers.tp

@@ -23,7 +23,10 @@ class LatentAttention(Mixer):
     """Latents of queries and of keys and values, on every rank -> heads of them -> scaled dot product -> o_proj."""
 
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
-        hidden, heads, latent, std = cfg.hidden_size, cfg.num_heads, cfg.latent_size, cfg.init_std
+        hidden = cfg.hidden_size
+        heads = cfg.num_heads
+        latent = cfg.latent_size
+        std = cfg.init_std
         queries, values = heads * cfg.head_size, heads * (cfg.nope_size + cfg.value_size)
         if cfg.q_lora_rank is None:
             q = linear(f"{name}.q_proj", queries, hidden, 0, bias=False, std=std)
@@ -47,7 +50,9 @@ class LatentAttention(Mixer):
         return LatentAttentionLayer(layers, index, recompute_core)
 
     def saved(self, cfg: StepConfig) -> list[SavedTensor]:
-        m, e, own = cfg.model, element_size(cfg), residual_rows(cfg)
+        m = cfg.model
+        e = element_size(cfg)
+        own = residual_rows(cfg)
         rows = [
             SavedTensor("latents of keys and values, with the shared key", e * own * (m.latent_size + m.rotary_dim)),
             SavedTensor("statistic of their norm", 4 * own),

@@ -38,7 +38,9 @@ class Recipe:
         return "".join(dim for dim, size in zip(dims, self.activation) if size == 0)
 
 
-_ADA, _HOPPER, _BLACKWELL = (8, 9), (9, 0), ((10, 0), (10, 3), (12, 0))
+_ADA = (8, 9)
+_HOPPER = (9, 0)
+_BLACKWELL = ((10, 0), (10, 3), (12, 0))
 
 RECIPES = {
     "blockwise": Recipe((1, 128), (128, 128), "e4m3", True, 128, (_HOPPER, *_BLACKWELL[:2])),

@@ -28,7 +28,10 @@ class WeightCodes:
     """
 
     def __init__(self, shares: Sequence[ParamShare], starts: Sequence[int], numel: int, axis: Axis) -> None:
-        self._shares, self._starts, self._numel, self._axis = shares, starts, numel, axis
+        self._shares = shares
+        self._starts = starts
+        self._numel = numel
+        self._axis = axis
         self._fp8: Fp8 = shares[0].param.fp8
         self._block = self._fp8.block("OI")
         self._own: torch.Tensor | None = None

@@ -129,7 +129,9 @@ def _costs_of(cfg: StepConfig) -> Costs:
     has its input gradient. A fused backward pass overlaps all of the latter with weight gradients; where these are
     computed separately, only their own gathers overlap.
     """
-    tp, m, usual = cfg.parallel.tp, cfg.model, USUAL_COSTS
+    tp = cfg.parallel.tp
+    m = cfg.model
+    usual = USUAL_COSTS
     if tp == 1:
         return usual
     # Bytes of one collective, 2 h (t - 1) / t per token, relative to the layer's 2 W / t FLOPs per token (W / h here).
@@ -151,7 +153,9 @@ def _candidates() -> Candidates:
 
 @lru_cache(maxsize=64)
 def _choose(candidates: Candidates, request: Request, costs: Costs, mode: str) -> str:
-    pp, vp, m = request.pp, request.vp, request.counts[0]
+    pp = request.pp
+    vp = request.vp
+    m = request.counts[0]
     check_schedule("naive", pp, vp, m)  # runs whatever any schedule can run
     held = _within(candidates, request)
     if len(held) == 1:
@@ -168,7 +172,9 @@ def _choose(candidates: Candidates, request: Request, costs: Costs, mode: str) -
 @lru_cache(maxsize=64)
 def _within(candidates: Candidates, request: Request) -> Mapping[str, int]:
     """Return the chunk activations that each schedule holds, for those within the bound."""
-    pp, vp, m = request.pp, request.vp, request.counts[0]
+    pp = request.pp
+    vp = request.vp
+    m = request.counts[0]
     names, sizes = [name for name, _ in candidates], sample_sizes(pp, m)
     for count in request.counts:
         names = _runnable(names, pp, vp, count)

@@ -19,7 +19,9 @@ class AdEMAMix(UpdateRule):
 
     def update(self, share: Share, cfg: Any) -> None:
         """Update a share."""
-        grad, (fast, second, slow), step = share.scaled_grad(), share.states, share.step
+        grad = share.scaled_grad()
+        fast, second, slow = share.states
+        step = share.step
         alpha, beta3 = slow_rates(step, cfg)
         fast.lerp_(grad, 1 - cfg.beta1)
         slow.lerp_(grad, 1 - beta3)
@@ -32,10 +34,14 @@ class AdEMAMix(UpdateRule):
 
 def slow_rates(step: int, cfg: Any) -> tuple[float, float]:
     """Return the weight of the slow momentum in the update, and its decay rate."""
-    alpha, beta3, warmup = cfg.ademamix_alpha, cfg.ademamix_beta3, cfg.ademamix_warmup
+    alpha = cfg.ademamix_alpha
+    beta3 = cfg.ademamix_beta3
+    warmup = cfg.ademamix_warmup
     if step >= warmup or not 0 < cfg.beta1 < beta3:
         return alpha, beta3
-    done, start, end = step / warmup, math.log(cfg.beta1), math.log(beta3)
+    done = step / warmup
+    start = math.log(cfg.beta1)
+    end = math.log(beta3)
     return alpha * done, math.exp(start * end / ((1 - done) * end + done * start))
 
 

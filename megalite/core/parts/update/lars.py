@@ -23,7 +23,9 @@ class Lars(UpdateRule):
 
     def update(self, share: Share, cfg: Any) -> None:
         """Update a share."""
-        grad, decay, (velocity,) = share.scaled_grad(), share.weight_decay, share.states
+        grad = share.scaled_grad()
+        decay = share.weight_decay
+        (velocity,) = share.states
         ratios = share.trust_ratios(share.master, grad, lambda weight, step: TRUST * weight / (step + decay * weight))
         grad.add_(share.master, alpha=decay)
         velocity.mul_(cfg.beta1)

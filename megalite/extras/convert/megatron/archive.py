@@ -63,7 +63,10 @@ class _Window(io.RawIOBase):
     """A range of an open file, as a file object."""
 
     def __init__(self, fd: int, begin: int, size: int) -> None:
-        self._fd, self._begin, self._size, self._at = fd, begin, size, 0
+        self._fd = fd
+        self._begin = begin
+        self._size = size
+        self._at = 0
 
     def readable(self) -> bool:
         return True

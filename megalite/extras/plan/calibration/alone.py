@@ -82,8 +82,10 @@ def attention_rate(cfg: Config, machine: Machine) -> float:
     m, dtype = cfg.model, DTYPES[cfg.train.precision]
     ops = kernels.resolve(cfg.train.ops, machine.device, dtype)
     q = torch.randn(1, m.num_heads, m.seq_len, m.head_size, device=machine.device).to(dtype).requires_grad_()
-    k, v = (torch.randn(1, m.kv_heads, m.seq_len, m.head_size, device=machine.device).to(dtype).requires_grad_()
-            for _ in range(2))  # fmt: skip
+    k, v = (
+        torch.randn(1, m.kv_heads, m.seq_len, m.head_size, device=machine.device).to(dtype).requires_grad_()
+        for _ in range(2)
+    )
     dy = torch.ones_like(q)
     flops = 3.5 * 4 * m.seq_len**2 / 2 * m.num_heads * m.head_size
     rate = flops / machine.time(lambda: ops.attention(q, k, v, Mask()).backward(dy))

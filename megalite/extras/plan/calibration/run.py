@@ -72,8 +72,9 @@ def calibrate(cfg: Config, machine: Machine) -> tuple[Device, Constants, dict[st
         rate, k0 = fit_products(cfg, machine, replace(blank, fp32=1.0, peak=1.0, gemm=1.0), free, precision)
         peaks[name], depth = rate, k0 if precision == cfg.train.precision else depth
         logger.info(f"  matrix products in {precision}: {rate / 1e9:,.1f} GFLOP/s, half of it at a depth of {k0:.0f}")
-    device = replace(blank, **peaks, gemm=1.0, domain=machine.near.size,
-                     host_memory=detected.host_memory, **host_rates(machine))  # fmt: skip
+    device = replace(
+        blank, **peaks, gemm=1.0, domain=machine.near.size, host_memory=detected.host_memory, **host_rates(machine)
+    )
     constants = replace(free, gemm_depth=depth, jitter=0.0 if machine.far.size == 1 else FITTED.jitter)
     peak = device.fp32 if cfg.train.precision == "fp32" else device.peak
     constants = replace(constants, attention=attention_rate(cfg, machine) / peak)
@@ -118,10 +119,20 @@ def main(words: Sequence[str]) -> int:
     if ctx.rank == 0:
         shapes = {k: v for k, v in dataclasses.asdict(cfg.model).items() if isinstance(v, int | str)}
         write_calibration(
-            args.out, measured, constants, date=datetime.date.today().isoformat(), machine=platform.node(),
-            kind=read_device(kind).name, ranks=world, torch=torch.__version__, megalite=megalite.__version__,
-            precision=cfg.train.precision, model=shapes, seconds=round(time.perf_counter() - begun), predicted=report,
-        )  # fmt: skip
+            args.out,
+            measured,
+            constants,
+            date=datetime.date.today().isoformat(),
+            machine=platform.node(),
+            kind=read_device(kind).name,
+            ranks=world,
+            torch=torch.__version__,
+            megalite=megalite.__version__,
+            precision=cfg.train.precision,
+            model=shapes,
+            seconds=round(time.perf_counter() - begun),
+            predicted=report,
+        )
         logger.info(f"wrote {args.out} after {time.perf_counter() - begun:.0f} s")
         if args.json:
             print(args.out.read_text(), end="")

@@ -180,8 +180,13 @@ class _PredictedRun:
     def seconds(self, device: Device, constants: Constants, per_byte: float, latency: float) -> float:
         """Predict a micro-batch of a model of `_LAYERS` blocks, with links of this rate and latency."""
         rate = 1 / per_byte / constants.nvlink if per_byte else UNKNOWN
-        where = Cluster(replace(device, nvlink=rate), self.grid.world, self.domain, device.network,
-                        replace(constants, latency=latency))  # fmt: skip
+        where = Cluster(
+            replace(device, nvlink=rate),
+            self.grid.world,
+            self.domain,
+            device.network,
+            replace(constants, latency=latency),
+        )
         few, more = (
             step_time(_sized(self.cfg, self.grid["dp"], _LAYERS, self.samples, count), self.grid, where).total
             for count in _MICROBATCHES

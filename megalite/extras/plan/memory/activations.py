@@ -63,7 +63,9 @@ def deferred_bytes(cfg: Config, kind: BlockKind) -> int:
     """
     m = cfg.model
     # With a parallel residual, both sub-layers have the same gradient.
-    residual, inner, apart = -m.hidden_size if m.parallel_residual else 0, 0, 0
+    residual = -m.hidden_size if m.parallel_residual else 0
+    inner = 0
+    apart = 0
     for part in (MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]):
         inputs = set()
         for matrix in part.matrices(m):

@@ -102,7 +102,9 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
         of_rank = cfg, grid["tp"], layers, (held := placement.stages_of(rank))
         (matrices, of_experts), ranks = placed_matrices(cfg, grid, layers, held), grid.batch_ranks
         group = group_of(cfg, ranks, ranks)
-        units, sides, coded = units_of(*of_rank, False), sides_of(*of_rank, False), coded_units(*of_rank, group, False)
+        units = units_of(*of_rank, False)
+        sides = sides_of(*of_rank, False)
+        coded = coded_units(*of_rank, group, False)
         states = states_of(cfg, units, coded, ranks, element_size(cfg), apart, sides, matrices.elements)
         update = widened_bytes(cfg, units, ranks, ranks)
         codes, made = code_bytes(*of_rank, group, experts=False)
@@ -214,7 +216,9 @@ class _StageBytes:
 
 def _stages_bytes(cfg: Config, layers: tuple[range, ...]) -> list[_StageBytes]:
     """Compute what every stage takes, from the blocks of each."""
-    m, end, offloads = cfg.model, len(layers) - 1, cfg.train.offload == "activations"
+    m = cfg.model
+    end = len(layers) - 1
+    offloads = cfg.train.offload == "activations"
     last = 2 * residual_bytes(cfg) + m.mtp_num_layers * mtp_bytes(cfg)  # the final norm keeps its input and output
     blocks, out = {kind: _BlockBytes.of(cfg, kind) for kind in blocks_by_kind(m)}, []
     for stage, counts in enumerate(count_kinds(m, layers)):
@@ -253,8 +257,12 @@ class _HeadBytes:
 
 
 def _head_bytes(cfg: Config, num_microbatches: int) -> _HeadBytes:
-    m, e, held = cfg.model, element_size(cfg), tokens(cfg)
-    vocab, chunked, rows = vocab_rows(cfg), cfg.train.loss_chunk > 0, min(cfg.train.loss_chunk, held) or held
+    m = cfg.model
+    e = element_size(cfg)
+    held = tokens(cfg)
+    vocab = vocab_rows(cfg)
+    chunked = cfg.train.loss_chunk > 0
+    rows = min(cfg.train.loss_chunk, held) or held
     # With chunks, no logits are kept, and those of one chunk exist temporarily in the forward pass.
     loss = e * rows * vocab if chunked else 0
     if cfg.parallel.device != "cpu" and _torch_loss(cfg.train.ops):

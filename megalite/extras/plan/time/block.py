@@ -147,7 +147,9 @@ class Workload:
         Args:
             kind: its kind, whose mixer may read what is narrower than the residual stream; None: as wide.
         """
-        engine, exposed, width = self.engine, 1 - self.rates.constants.overlap_tp, self.model.hidden_size
+        engine = self.engine
+        exposed = 1 - self.rates.constants.overlap_tp
+        width = self.model.hidden_size
         read, again = (width, width) if kind is None else MIXERS[kind.mixer].tp_widths(self.model)
         # The mixer gathers it, scatters its gradient and gathers it again; or it sums the gradient, in two messages.
         ahead, back = (read, read + again) if self.sequence_parallel else (width, 2 * read)
@@ -160,7 +162,9 @@ class Workload:
 @lru_cache(maxsize=8192)
 def block_time(load: Workload, kind: BlockKind, recompute: str) -> Block:
     """Compute the time of one block of a kind, the mean over windows if it has any."""
-    model, rates, engine = load.model, load.rates, load.engine
+    model = load.model
+    rates = load.rates
+    engine = load.engine
     gemm, gemm_back, in_core = _matrices(load, kind)
     core, core_back = _attention(load, kind)
     local = _elementwise(load, kind) * (1 if engine.fused else rates.constants.eager)
@@ -191,7 +195,10 @@ def block_time(load: Workload, kind: BlockKind, recompute: str) -> Block:
 
 def _matrices(load: Workload, kind: BlockKind) -> tuple[float, float, float]:
     """Compute the seconds of a block's matrix products: forward, backward, and of the core forward."""
-    mixer, feed_forward, rates, tp = MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward], load.rates, load.tp
+    mixer = MIXERS[kind.mixer]
+    feed_forward = FEED_FORWARDS[kind.feed_forward]
+    rates = load.rates
+    tp = load.tp
     core = mixer.core_matrices(load.model)
     forward = backward = in_core = 0.0
     for matrix in (*mixer.matrices(load.model), *feed_forward.matrices(load.model)):
@@ -207,7 +214,10 @@ def _matrices(load: Workload, kind: BlockKind) -> tuple[float, float, float]:
 
 def _attention(load: Workload, kind: BlockKind) -> tuple[float, float]:
     """Compute the seconds of what a block computes between tokens, forward and backward."""
-    model, tp, cp, rates = load.model, load.tp, load.context.ranks, load.rates
+    model = load.model
+    tp = load.tp
+    cp = load.context.ranks
+    rates = load.rates
     s, work = model.seq_len, block_work(model, kind)
     if plain := MIXERS[kind.mixer].plain_work(model, cp):
         forward = 2 * plain * load.samples * s / cp / tp / (rates.device.fp32 * rates.device.gemm)
@@ -239,7 +249,10 @@ def head_time(load: Workload, rows: int) -> Block:
     Args:
         rows: rows of the vocabulary on this rank.
     """
-    x, h, rates, once = load.tokens, load.model.hidden_size, load.rates, load.over_tp
+    x = load.tokens
+    h = load.model.hidden_size
+    rates = load.rates
+    once = load.over_tp
     loss = 24 * x * rows / rates.memory * rates.element / 2
     gemm, back = rates.gemm(x, rows, h), rates.gemm(x, h, rows) + rates.gemm(rows, h, x)
     # The loss gathers three numbers per token. With sequence parallelism the input is gathered in both passes.
@@ -251,7 +264,9 @@ def head_time(load: Workload, rows: int) -> Block:
 
 def mtp_time(load: Workload) -> Block:
     """Compute the time of what a module that predicts further tokens adds to its block, but for the output layer."""
-    h, rates, rows = load.model.hidden_size, load.rates, load.tokens // (load.tp if load.sequence_parallel else 1)
+    h = load.model.hidden_size
+    rates = load.rates
+    rows = load.tokens // (load.tp if load.sequence_parallel else 1)
     forward, backward = rates.products(rows, h, 2 * h)
     local, traffic = 12 * h * rows * rates.element / 2 / rates.memory, embedding_time(load)
     return Block(

@@ -101,9 +101,15 @@ def messages(
 
 
 def waiting(
-    model: ModelConfig, kind: BlockKind, context: Context, tp: int, tokens: int, compute: tuple[float, float],
-    rates: Rates, overlap: bool,
-) -> tuple[float, float]:  # fmt: skip
+    model: ModelConfig,
+    kind: BlockKind,
+    context: Context,
+    tp: int,
+    tokens: int,
+    compute: tuple[float, float],
+    rates: Rates,
+    overlap: bool,
+) -> tuple[float, float]:
     """Compute the seconds that a block waits for messages, forward and backward.
 
     Args:

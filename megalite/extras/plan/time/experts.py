@@ -15,7 +15,9 @@ from megalite.runtime.options.run import Config
 
 def experts_time(cfg: Config, load: Workload) -> Block:
     """Compute the time of the experts of one layer."""
-    m, p, rates = cfg.model, cfg.parallel, load.rates
+    m = cfg.model
+    p = cfg.parallel
+    rates = load.rates
     assert m.num_experts is not None
     local, width = m.num_experts // p.ep, m.expert_ffn_size // experts_tp(p)
     rows = rows_received(cfg)

@@ -105,7 +105,9 @@ def step_time(
     """
     p, m = cfg.parallel, cfg.num_microbatches(grid["dp"])
     name = schedule or name_of(cfg, grid["dp"])
-    load, layers, placement = Workload.of(cfg, cluster, engine), split(cfg), placement_of(name, p.pp, p.vp)
+    load = Workload.of(cfg, cluster, engine)
+    layers = split(cfg)
+    placement = placement_of(name, p.pp, p.vp)
     rates = load.rates
     ranks = passes or pass_times(cfg, cluster, name, engine)
     slow = max(range(p.pp), key=lambda rank: ranks[rank].total)
@@ -169,7 +171,9 @@ def pass_times(cfg: Config, cluster: Cluster, schedule: str, engine: Engine | No
     placement = placement_of(schedule, cfg.parallel.pp, cfg.parallel.vp)
     times = {kind: block_time(load, kind, cfg.train.recompute) for kind in blocks_by_kind(cfg.model)}
     times |= {k: block + experts_time(cfg, load) for k, block in times.items() if k.feed_forward == "moe"}
-    head, embedding, counts = head_time(load, vocab_rows(cfg)), embedding_time(load), count_kinds(cfg.model, layers)
+    head = head_time(load, vocab_rows(cfg))
+    embedding = embedding_time(load)
+    counts = count_kinds(cfg.model, layers)
     offloads = cfg.train.offload == "activations"
     # A module that predicts further tokens: a block, and the embedding and the output layer again.
     further = times[cfg.model.block_kind(cfg.model.mtp_layers.start)] + mtp_time(load) + head
@@ -201,7 +205,9 @@ def pipeline_ramp(name: str, pp: int, vp: int, m: int) -> float:
     For equal stages and `USUAL_COSTS` the closed forms equal the simulator's results, as the tests check; for zb-v with
     fewer than 2 pp micro-batches they are within 2 % of the step.
     """
-    forward, inputs, weights = USUAL_COSTS.forward, USUAL_COSTS.input_grad, USUAL_COSTS.weight_grad
+    forward = USUAL_COSTS.forward
+    inputs = USUAL_COSTS.input_grad
+    weights = USUAL_COSTS.weight_grad
     whole = forward + inputs + weights
     if name == "naive":
         return float(m * (pp - 1))
@@ -238,7 +244,9 @@ def _optimizer(cfg: Config, rates: Rates, replicas: list[Replicas], matrices: Se
     for placed in matrices:
         if flops := transform_flops(cfg, placed):
             peak = rates.device.peak if cfg.optim.muon_ns == "bf16" else rates.device.fp32
-            sent, dp, tp = 4 * placed.elements / placed.dp, placed.dp, placed.tp
+            sent = 4 * placed.elements / placed.dp
+            dp = placed.dp
+            tp = placed.tp
             transforms += flops / (peak * rates.device.gemm) + 2 * (rates.ring(sent, dp, tp) + rates.ring(sent, tp, 1))
     return transforms + _update(cfg, rates, replicas)
 

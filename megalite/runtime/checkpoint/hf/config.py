@@ -28,8 +28,15 @@ _SCALING_KEYS = {
     "yarn": _STRETCH,
 }
 _FACTORS = ("attention_factor", "mscale", "mscale_all_dim")
-_NUMBERS = ("rope_theta", "rope_theta_local", "partial_rotary_factor", *_SCALING_KEYS["llama3"], "beta_slow",
-            "beta_fast", *_FACTORS)  # fmt: skip
+_NUMBERS = (
+    "rope_theta",
+    "rope_theta_local",
+    "partial_rotary_factor",
+    *_SCALING_KEYS["llama3"],
+    "beta_slow",
+    "beta_fast",
+    *_FACTORS,
+)
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Options that a run may change without changing the meaning of the weights.
 TRAINING_ONLY = ("arch", "seq_len", "hidden_dropout", "attention_dropout", "init_std", *BALANCING)

@@ -59,7 +59,9 @@ def file_tensors(packing: Packing, spec: ParamSpec, heads: int) -> Iterator[File
     for expert in [(0,) * fused] if fused else product(*map(range, stack)):
         ones, here = stack if fused else (1,) * len(expert), 0
         for part, (name, size) in enumerate(zip(packing.names, sizes, strict=True)):
-            n, starts, step = size, [(0, here)], 1
+            n = size
+            starts = [(0, here)]
+            step = 1
             if packing.how == "heads":
                 n = size // (3 * heads)
                 starts = [((3 * head + i) * n, (heads * i + head) * n) for i in range(3) for head in range(heads)]

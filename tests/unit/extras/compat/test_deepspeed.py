@@ -207,10 +207,15 @@ def test_flags_win_and_the_log_says_so(ds: Any, caplog: pytest.LogCaptureFixture
 def test_what_auto_leaves_open_is_logged_with_the_value_that_is_used(ds: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The Trainer fills these in from its own arguments, which are not in the file: fp32 was used without a word."""
     tree = {
-        "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "gradient_clipping": "auto", "optimizer": ADAMW,
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "optimizer": ADAMW,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
         "zero_optimization": {"stage": 3, "offload_optimizer": PINNED, "reduce_bucket_size": "auto"},
-    }  # fmt: skip
+    }
     assert ds(tree, "--lr", "1e-5").train.precision == "fp32"
     (line,) = [message for message in caplog.messages if '"auto"' in message]
     for used in ("--precision fp32 (bf16.enabled)", "--clip-grad 1.0 (gradient_clipping)", "--global-batch-size 8 ("):
@@ -227,14 +232,21 @@ def test_monitoring_and_disabled_recomputation_of_files_that_are_pasted(
     ds: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     disabled = {
-        "partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False,
-        "number_checkpoints": None, "synchronize_checkpoint_boundary": False, "profile": False,
-    }  # fmt: skip
+        "partition_activations": False,
+        "cpu_checkpointing": False,
+        "contiguous_memory_optimization": False,
+        "number_checkpoints": None,
+        "synchronize_checkpoint_boundary": False,
+        "profile": False,
+    }
     monitors = {"tensorboard": {"enabled": False}, "csv_monitor": {"enabled": False}}
     tree = {
-        **COMMON, "comms_config": {"comms_logger_enabled": False}, "monitor_config": monitors,
-        "zero_optimization": {**STAGE2, "aio": AIO}, "activation_checkpointing": disabled,
-    }  # fmt: skip
+        **COMMON,
+        "comms_config": {"comms_logger_enabled": False},
+        "monitor_config": monitors,
+        "zero_optimization": {**STAGE2, "aio": AIO},
+        "activation_checkpointing": disabled,
+    }
     assert ds(tree).train.recompute == "none"
     assert any("activation_checkpointing switches nothing on" in message for message in caplog.messages)
     (ignored,) = [message for message in caplog.messages if "ignored, without effect here: " in message]

@@ -55,8 +55,9 @@ def test_the_manifest_is_valid_and_complete() -> None:
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (3, 0)
     assert "backoffLimit" not in spec
     assert spec["podFailurePolicy"]["rules"][0] == {
-        "action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [2]}
-    }  # fmt: skip
+        "action": "FailJob",
+        "onExitCodes": {"containerName": "train", "operator": "In", "values": [2]},
+    }
     assert spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [75]
     pod = spec["template"]["spec"]
     assert {"name": "MEGALITE_UNFINISHED_EXIT_CODE", "value": "75"} in pod["containers"][0]["env"]
@@ -278,9 +279,12 @@ def test_a_slurm_job_that_saved_before_its_last_step_queues_again(
 
 def test_the_slurm_script(tmp_path: Path) -> None:
     options = SlurmOptions(
-        time_limit="1-00:00:00", partition="gpu", account="lab a", mounts=("/data:/data:ro",),
+        time_limit="1-00:00:00",
+        partition="gpu",
+        account="lab a",
+        mounts=("/data:/data:ro",),
         directives=("--constraint=h100", "mail-type=END"),
-    )  # fmt: skip
+    )
     text = slurm_script(
         job(image="nvcr.io#nvidia/pytorch:25.01", cpus=96, memory="500G", workdir=str(tmp_path)), options
     )

@@ -42,8 +42,14 @@ def sent(model: ModelConfig, context: Context, monkeypatch: pytest.MonkeyPatch) 
     grid = Grid.of(TP * context.ranks, cp=context.ranks, tp=TP)
     with recorded_world(0, grid):
         ctx = ParallelContext.create(grid, torch.device("cpu"))
-        attention = share_attention(context.comm, context.neighbors, ctx, resolve("auto", "cpu", torch.float32),
-                                    recomputed=not context.again, long=SEQ + 1)  # fmt: skip
+        attention = share_attention(
+            context.comm,
+            context.neighbors,
+            ctx,
+            resolve("auto", "cpu", torch.float32),
+            recomputed=not context.again,
+            long=SEQ + 1,
+        )
         heads = (model.num_heads // TP, *(2 * (model.kv_heads // TP,)))
         leaves = [torch.zeros(SEQ // context.ranks, BATCH, n, model.head_size, requires_grad=True) for n in heads]
         posted.clear()
@@ -76,8 +82,10 @@ def test_bytes_of_the_published_table() -> None:
     """Llama 3 8B at cp 4 and tp 2 in bf16: K is what one rank's keys and values take."""
     model = jobs.llama(hidden_size=4096, num_heads=32, num_kv_heads=8, seq_len=8192)
     k = 2 * 2048 * 4 * 128 * 2
-    both = {name: messages(model, model.block_kind(0), Context(4, name, 4 if name == "a2a" else 1), 2, 2048, 2)
-            for name in ("gather", "ring", "a2a")}  # fmt: skip
+    both = {
+        name: messages(model, model.block_kind(0), Context(4, name, 4 if name == "a2a" else 1), 2, 2048, 2)
+        for name in ("gather", "ring", "a2a")
+    }
     totals = {name: [sum(m.sent for m in each) for each in passes] for name, passes in both.items()}
     assert totals["gather"] == [3 * k, 3 * k + 2 * 3 * k]
     assert totals["ring"] == [3 * k, 3 * k + 2 * 4 * k]

@@ -23,9 +23,16 @@ def _config(flags: str) -> Config:
 
 @pytest.mark.parametrize(
     ("name", "vp", "within"),
-    [("gpipe", 1, 0.0), ("1f1b", 1, 0.0), ("interleaved", 2, 0.0), ("interleaved", 5, 0.0), ("zb-h1", 1, 0.0),
-     ("zb-v", 2, 0.02), ("naive", 1, 0.0)],
-)  # fmt: skip
+    [
+        ("gpipe", 1, 0.0),
+        ("1f1b", 1, 0.0),
+        ("interleaved", 2, 0.0),
+        ("interleaved", 5, 0.0),
+        ("zb-h1", 1, 0.0),
+        ("zb-v", 2, 0.02),
+        ("naive", 1, 0.0),
+    ],
+)
 def test_ramp_is_that_of_the_simulator(name: str, vp: int, within: float) -> None:
     """For equal stages and free messages, from one micro-batch to many."""
     costs = replace(USUAL_COSTS, transfer=0.0).per_chunk(vp)
@@ -39,8 +46,15 @@ def test_ramp_is_that_of_the_simulator(name: str, vp: int, within: float) -> Non
             assert m + pipeline_ramp(name, pp, vp, m) == pytest.approx(simulated, rel=max(within, 1e-9)), (pp, m)
 
 
-@pytest.mark.parametrize("flags", ["--pp 4 --schedule 1f1b", "--pp 4 --vp 4 --schedule interleaved",
-                                   "--pp 4 --schedule zb-h1", "--pp 2 --vp 2 --schedule zb-v"])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pp 4 --schedule 1f1b",
+        "--pp 4 --vp 4 --schedule interleaved",
+        "--pp 4 --schedule zb-h1",
+        "--pp 2 --vp 2 --schedule zb-v",
+    ],
+)
 def test_uneven_stages_take_what_the_simulator_says(flags: str) -> None:
     """22 layers and a large output layer over 4 ranks: every stage takes another time."""
     cfg = _config(f"--preset llama-3-8b --num-layers 22 --global-batch-size 16 {flags}")

@@ -35,9 +35,16 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def glu_forward_kernel(
-    gate_up_ptr, out_ptr, codes_ptr, scale_ptr, width,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
+    gate_up_ptr,
+    out_ptr,
+    codes_ptr,
+    scale_ptr,
+    width,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
     """Activate and multiply a part of a row; with GROUP, also write its FP8 codes, of which so many share a scale."""
     row = tl.cast(tl.program_id(0), tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

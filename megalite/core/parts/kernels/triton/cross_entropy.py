@@ -62,9 +62,16 @@ def _stats(logits: Tensor, target: Tensor, vocab_start: int, valid: int) -> Tens
     stats = logits.new_empty(logits.shape[0], 3, dtype=torch.float32)
     if len(logits):
         stats_kernel[(len(logits),)](
-            logits, target.contiguous(), stats, logits.stride(0), valid, vocab_start,
-            BLOCK=_STATS_BLOCK, num_warps=8, **FUSE,
-        )  # fmt: skip
+            logits,
+            target.contiguous(),
+            stats,
+            logits.stride(0),
+            valid,
+            vocab_start,
+            BLOCK=_STATS_BLOCK,
+            num_warps=8,
+            **FUSE,
+        )
     return stats
 
 
@@ -72,10 +79,18 @@ def _grad_(logits: Tensor, target: Tensor, vocab_start: int, lse: Tensor, scale:
     _check(logits)
     if logits.numel():
         grad_kernel[(len(logits), triton.cdiv(logits.shape[1], _GRAD_BLOCK))](
-            logits, target.contiguous(), lse.contiguous(), scale.contiguous(),
-            logits.stride(0), valid, logits.shape[1], vocab_start,
-            BLOCK=_GRAD_BLOCK, num_warps=8, **FUSE,
-        )  # fmt: skip
+            logits,
+            target.contiguous(),
+            lse.contiguous(),
+            scale.contiguous(),
+            logits.stride(0),
+            valid,
+            logits.shape[1],
+            vocab_start,
+            BLOCK=_GRAD_BLOCK,
+            num_warps=8,
+            **FUSE,
+        )
 
 
 register("cross_entropy_stats", _stats)

@@ -18,10 +18,25 @@ _NORM_PROGRAMS = 1024
 
 @triton.jit
 def adamw_kernel(
-    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, out_ptr, multiplier_ptr, n,
-    beta1, one_minus_beta1, beta2, one_minus_beta2, decay, step_size, inv_sqrt_correction, eps,
-    HAS_OUT: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    param_ptr,
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    out_ptr,
+    multiplier_ptr,
+    n,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    decay,
+    step_size,
+    inv_sqrt_correction,
+    eps,
+    HAS_OUT: tl.constexpr,
+    HAS_MULTIPLIER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     at = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     g = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -59,9 +74,7 @@ def mix(x):
 
 
 @triton.jit(do_not_specialize=["key", "second_key", "row", "column"])
-def stochastic_round_kernel(
-    flat_ptr, out_ptr, key, second_key, row, inner, jump, column, width, BLOCK: tl.constexpr
-):  # fmt: skip
+def stochastic_round_kernel(flat_ptr, out_ptr, key, second_key, row, inner, jump, column, width, BLOCK: tl.constexpr):
     """Round BLOCK columns of a row."""
     own = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -75,18 +88,42 @@ def stochastic_round_kernel(
 
 
 def _adamw_(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out_param: Tensor | None,
-    grad_multiplier: Tensor | None, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-) -> None:  # fmt: skip
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out_param: Tensor | None,
+    grad_multiplier: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
     if param.numel():
         adamw_kernel[(triton.cdiv(param.numel(), _BLOCK),)](
-            param, grad, exp_avg, exp_avg_sq, param if out_param is None else out_param,
-            param if grad_multiplier is None else grad_multiplier, param.numel(),
-            beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight_decay, lr / (1 - beta1**step),
-            1 / math.sqrt(1 - beta2**step), eps,
-            HAS_OUT=out_param is not None, HAS_MULTIPLIER=grad_multiplier is not None,
-            BLOCK=_BLOCK, num_warps=4, **FUSE,
-        )  # fmt: skip
+            param,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            param if out_param is None else out_param,
+            param if grad_multiplier is None else grad_multiplier,
+            param.numel(),
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            1 - lr * weight_decay,
+            lr / (1 - beta1**step),
+            1 / math.sqrt(1 - beta2**step),
+            eps,
+            HAS_OUT=out_param is not None,
+            HAS_MULTIPLIER=grad_multiplier is not None,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            **FUSE,
+        )
 
 
 def _l2_norm(flat: Tensor) -> Tensor:

@@ -64,9 +64,20 @@ def _block_product(
 ) -> Tensor:
     out = torch.empty(len(codes), len(second), dtype=dtype, device=codes.device)
     block_product_kernel[triton.cdiv(len(codes), _SIDE), triton.cdiv(len(second), _SIDE)](
-        codes, second, scale.contiguous(), second_scale.contiguous(), out, *out.shape, codes.shape[1],
-        SECOND_ROWS=second_rows, WIDEN=not codes.is_cuda, SIDE=_SIDE, GROUP=_GROUP, num_warps=8, **FUSE,
-    )  # fmt: skip
+        codes,
+        second,
+        scale.contiguous(),
+        second_scale.contiguous(),
+        out,
+        *out.shape,
+        codes.shape[1],
+        SECOND_ROWS=second_rows,
+        WIDEN=not codes.is_cuda,
+        SIDE=_SIDE,
+        GROUP=_GROUP,
+        num_warps=8,
+        **FUSE,
+    )
     return out
 
 

@@ -36,15 +36,25 @@ def multiply(a, b, total, WIDEN: tl.constexpr):
 
 @triton.jit
 def grouped_product_kernel(
-    x_ptr, w_ptr, tiles_ptr, y_ptr, columns, inner,
-    TRANSPOSED: tl.constexpr, WIDEN: tl.constexpr, SIDE: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    tiles_ptr,
+    y_ptr,
+    columns,
+    inner,
+    TRANSPOSED: tl.constexpr,
+    WIDEN: tl.constexpr,
+    SIDE: tl.constexpr,
+    INNER: tl.constexpr,
+):
     """Compute a tile of x [R, inner] times a matrix [inner, columns], which lies TRANSPOSED in memory or not.
 
     Tiles are (group, first row, end of the group).
     """
     tile = tiles_ptr + tl.program_id(0) * 3
-    group, first, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    group = tl.load(tile)
+    first = tl.load(tile + 1)
+    end = tl.load(tile + 2)
     row = first + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     # Rows after the last repeat it, and are not stored.
@@ -67,9 +77,17 @@ def grouped_product_kernel(
 
 @triton.jit
 def grouped_wgrad_kernel(
-    main_grad_ptr, dy_ptr, x_ptr, ends_ptr, rows, columns,
-    ADD: tl.constexpr, WIDEN: tl.constexpr, SIDE: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
+    main_grad_ptr,
+    dy_ptr,
+    x_ptr,
+    ends_ptr,
+    rows,
+    columns,
+    ADD: tl.constexpr,
+    WIDEN: tl.constexpr,
+    SIDE: tl.constexpr,
+    INNER: tl.constexpr,
+):
     """Compute a tile of a group's dy [R, rows] transposed times its x [R, columns], and ADD or store it."""
     group = tl.program_id(0)
     first, end = tl.load(ends_ptr + group), tl.load(ends_ptr + group + 1)
@@ -108,9 +126,15 @@ def _grouped_product(x: Tensor, w: Tensor, sizes: Sequence[int], transposed: boo
     if tiles:
         table = numbers((value for tile in tiles for value in tile), x, torch.int32)
         grouped_product_kernel[len(tiles), triton.cdiv(columns, side)](
-            x.contiguous(), w.contiguous(), table, y, columns, inner,
-            TRANSPOSED=transposed, **options,
-        )  # fmt: skip
+            x.contiguous(),
+            w.contiguous(),
+            table,
+            y,
+            columns,
+            inner,
+            TRANSPOSED=transposed,
+            **options,
+        )
     return y
 
 
@@ -119,9 +143,15 @@ def _grouped_wgrad_(main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[in
     ends, options = numbers((0, *accumulate(sizes)), x, torch.int32), _tile(x)
     side = options["SIDE"]
     grouped_wgrad_kernel[groups, triton.cdiv(rows, side), triton.cdiv(columns, side)](
-        main_grad, dy.contiguous(), x.contiguous(), ends, rows, columns,
-        ADD=accumulated, **options,
-    )  # fmt: skip
+        main_grad,
+        dy.contiguous(),
+        x.contiguous(),
+        ends,
+        rows,
+        columns,
+        ADD=accumulated,
+        **options,
+    )
 
 
 register("grouped_product", _grouped_product)

@@ -29,9 +29,24 @@ def backward_launch(width: int) -> tuple[int, int, int]:
 
 @triton.jit
 def norm_forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, codes_ptr, scale_ptr, width, eps,
-    RMS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    total_ptr,
+    mean_ptr,
+    rstd_ptr,
+    codes_ptr,
+    scale_ptr,
+    width,
+    eps,
+    RMS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
     """Normalize a row; with GROUP, also write its FP8 codes, of which so many share a scale."""
     row = tl.program_id(0)
     start = tl.cast(row, tl.int64) * width
@@ -63,9 +78,17 @@ def norm_forward_kernel(
 
 @triton.jit
 def _other_sums(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, row, width,
-    RMS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    row,
+    width,
+    RMS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Return (sum of dy weight normed, sum of dy weight) over the chunks of the row that other programs hold."""
     start = tl.cast(row, tl.int64) * width
     projection, shift = 0.0, 0.0
@@ -84,9 +107,22 @@ def _other_sums(
 
 @triton.jit
 def norm_backward_kernel(
-    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width,
-    RMS: tl.constexpr, RESIDUAL: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    dtotal_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    rows,
+    width,
+    RMS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     # The programs of a row are adjacent in the grid: what one of them reads, the others find in the L2 cache.
     program = tl.program_id(1)
     columns = tl.arange(0, BLOCK)
@@ -133,7 +169,7 @@ def norm_backward_kernel(
 @triton.jit
 def norm_finish_kernel(
     partial_ptr, out_ptr, rows, width, ADD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
     total = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
@@ -158,10 +194,26 @@ def _forward_codes(
     block, warps = row_launch(x.shape[-1])
     if rows.numel():
         norm_forward_kernel[(len(rows),)](
-            rows, rows_of(residual) if residual is not None else rows, weight, weight if bias is None else bias,
-            y, total, mean, rstd, codes, scale, x.shape[-1], eps, RMS=bias is None, RESIDUAL=residual is not None,
-            BLOCK=block, GROUP=group, LARGEST=LARGEST, num_warps=warps, **FUSE,
-        )  # fmt: skip
+            rows,
+            rows_of(residual) if residual is not None else rows,
+            weight,
+            weight if bias is None else bias,
+            y,
+            total,
+            mean,
+            rstd,
+            codes,
+            scale,
+            x.shape[-1],
+            eps,
+            RMS=bias is None,
+            RESIDUAL=residual is not None,
+            BLOCK=block,
+            GROUP=group,
+            LARGEST=LARGEST,
+            num_warps=warps,
+            **FUSE,
+        )
     return y.view(x.shape), total.view(x.shape) if residual is not None else total, mean, rstd, codes, scale
 
 
@@ -197,10 +249,24 @@ def _backward(
     for_bias = for_weight if dbias is None else torch.empty_like(for_weight)
     if rows.numel():
         norm_backward_kernel[(chunks, programs)](
-            rows_of(dy), rows_of(dtotal) if dtotal is not None else rows, rows, weight, mean, rstd,
-            dx, for_weight, for_bias, len(rows), x.shape[-1],
-            RMS=dbias is None, RESIDUAL=dtotal is not None, CHUNKS=chunks, BLOCK=block, num_warps=warps, **FUSE,
-        )  # fmt: skip
+            rows_of(dy),
+            rows_of(dtotal) if dtotal is not None else rows,
+            rows,
+            weight,
+            mean,
+            rstd,
+            dx,
+            for_weight,
+            for_bias,
+            len(rows),
+            x.shape[-1],
+            RMS=dbias is None,
+            RESIDUAL=dtotal is not None,
+            CHUNKS=chunks,
+            BLOCK=block,
+            num_warps=warps,
+            **FUSE,
+        )
     _finish(for_weight, dweight, add_weight)
     if dbias is not None:
         _finish(for_bias, dbias, add_bias)

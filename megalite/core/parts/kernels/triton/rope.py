@@ -18,11 +18,26 @@ _TILE, _PACK_TILE = 2048, 1024
 
 @triton.jit
 def rope_kernel(
-    src_ptr, dst_ptr, cos_ptr, sin_ptr, batch, heads, half, width,
-    src_s, src_b, src_h, dst_s, dst_b, dst_h,
-    INVERSE: tl.constexpr, COPY_REST: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    src_ptr,
+    dst_ptr,
+    cos_ptr,
+    sin_ptr,
+    batch,
+    heads,
+    half,
+    width,
+    src_s,
+    src_b,
+    src_h,
+    dst_s,
+    dst_b,
+    dst_h,
+    INVERSE: tl.constexpr,
+    COPY_REST: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     token = tl.program_id(0)
     s = tl.cast(token // batch, tl.int64)
     b = tl.cast(token % batch, tl.int64)
@@ -47,10 +62,31 @@ def rope_kernel(
 
 @triton.jit
 def rope_pack_kernel(
-    dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, cos_ptr, sin_ptr, batch, num_heads, num_kv_heads, half, width,
-    dq_s, dq_b, dq_h, dk_s, dk_b, dk_h, dv_s, dv_b, dv_h,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, HAS_REST: tl.constexpr,
-):  # fmt: skip
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    dqkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    batch,
+    num_heads,
+    num_kv_heads,
+    half,
+    width,
+    dq_s,
+    dq_b,
+    dq_h,
+    dk_s,
+    dk_b,
+    dk_h,
+    dv_s,
+    dv_b,
+    dv_h,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    HAS_REST: tl.constexpr,
+):
     token = tl.program_id(0)
     s = tl.cast(token // batch, tl.int64)
     b = tl.cast(token % batch, tl.int64)
@@ -100,11 +136,24 @@ def _launch(src: Tensor, dst: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -
     block_half = triton.next_power_of_2(max(half, 1))
     block_heads = min(triton.next_power_of_2(heads), max(1, _TILE // block_half))
     rope_kernel[(seq * batch, triton.cdiv(heads, block_heads))](
-        src, dst, cos, sin, batch, heads, half, width, *src.stride()[:3], *dst.stride()[:3],
-        INVERSE=inverse, COPY_REST=rest > 0,
-        BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, BLOCK_REST=triton.next_power_of_2(max(rest, 1)),
-        num_warps=4, **FUSE,
-    )  # fmt: skip
+        src,
+        dst,
+        cos,
+        sin,
+        batch,
+        heads,
+        half,
+        width,
+        *src.stride()[:3],
+        *dst.stride()[:3],
+        INVERSE=inverse,
+        COPY_REST=rest > 0,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        BLOCK_REST=triton.next_power_of_2(max(rest, 1)),
+        num_warps=4,
+        **FUSE,
+    )
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -133,11 +182,23 @@ def _rope_pack(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> 
     block_half = triton.next_power_of_2(max(half, 1))
     block_heads = min(triton.next_power_of_2(heads), max(1, _PACK_TILE // block_half))
     rope_pack_kernel[(seq * batch, triton.cdiv(heads, block_heads))](
-        *grads, dqkv, cos.contiguous(), sin.contiguous(), batch, num_heads, num_kv_heads, half, width,
+        *grads,
+        dqkv,
+        cos.contiguous(),
+        sin.contiguous(),
+        batch,
+        num_heads,
+        num_kv_heads,
+        half,
+        width,
         *(stride for x in grads for stride in x.stride()[:3]),
-        BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, BLOCK_REST=triton.next_power_of_2(max(width - 2 * half, 1)),
-        HAS_REST=width > 2 * half, num_warps=4, **FUSE,
-    )  # fmt: skip
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        BLOCK_REST=triton.next_power_of_2(max(width - 2 * half, 1)),
+        HAS_REST=width > 2 * half,
+        num_warps=4,
+        **FUSE,
+    )
     return dqkv
 
 
