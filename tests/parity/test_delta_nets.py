@@ -66,6 +66,7 @@ GRID: Grid = {
     ],
     ranks_of(2, ep=2): [(NEXT, 3, {}, {"recompute": "full"})],
     ranks_of(2, cp=2): [(HYBRID, 1, {"cp_comm": comm}, {}) for comm in ("gather", "ring", "a2a")],
+    ranks_of(4, tp=2): [(HYBRID, 0, {"sequence_parallel": False}, {})],
     ranks_of(4, tp=4): [(HYBRID, 1, {}, {"micro_batch_size": 2})],
     ranks_of(4, cp=4): [(HYBRID, 1, {}, {"recompute": "full"}), (FEW, 3, {}, {})],
     ranks_of(8, cp=4, tp=2): [(FEW, 1, {}, {"micro_batch_size": 2})],
