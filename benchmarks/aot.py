@@ -68,7 +68,7 @@ TYPES |= dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr", "cos
 TYPES |= dict.fromkeys(("stats_ptr", "lse_ptr", "scale_ptr", "partial_ptr", "multiplier_ptr", "param_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("codes_ptr", "second_codes_ptr"), "*fp8e4nv") | {"second_scale_ptr": "*fp32"}
 TYPES |= dict.fromkeys(("exp_avg_ptr", "exp_avg_sq_ptr"), "*fp32")
-TYPES |= {"main_grad_ptr": "*fp32", "tiles_ptr": "*i32", "ends_ptr": "*i32"}
+TYPES |= {"main_grad_ptr": "*fp32", "tiles_ptr": "*i32", "ends_ptr": "*i32", "words_ptr": "*i32", "keep_ptr": "*i1"}
 TYPES |= dict.fromkeys(("eps", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2"), "fp32")
 TYPES |= dict.fromkeys(("decay", "step_size", "inv_sqrt_correction"), "fp32")
 
@@ -124,7 +124,7 @@ def triton_cases() -> list[Case]:
         Case("ce_stats", cross_entropy.stats_kernel, {"BLOCK": 4096}, 8, Limit(48, 2, 2)),
         Case("ce_grad", cross_entropy.grad_kernel, {"BLOCK": 2048}, 8, Limit(32, 1, 3)),
         Case("adamw_triton", flat.adamw_kernel, adamw, 4, Limit(56, 7, 1)),
-        Case("keep_mask", dropout.keep_mask_kernel, {"BLOCK": 1024}, 4, Limit(40, 0)),
+        Case("keep_mask", dropout.keep_mask_kernel, {"BLOCK": 1024}, 4, Limit(40, 0, 2)),
         Case("stochastic_round", flat.stochastic_round_kernel, {"BLOCK": 1024}, 4, Limit(40, 2)),
         Case("sum_squares_triton", flat.sum_squares_kernel, {"BLOCK": 4096}, 8, Limit(48, 4)),
     ]
