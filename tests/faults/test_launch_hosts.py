@@ -78,7 +78,7 @@ class Hosts:
         for name in ("user_key", "host_key"):
             sh(f"ssh-keygen -q -t ed25519 -N '' -f {self.base / name}")
         shutil.copytree(REPO / "megalite", self.base / "other", ignore=shutil.ignore_patterns("__pycache__"))
-        with (self.base / "other" / "base" / "errors.py").open("a") as f:
+        with (self.base / "other/core/base/errors.py").open("a") as f:
             f.write("\n# another version\n")
         sh(f"ip link add {BRIDGE} type bridge && ip addr add 10.77.0.254/24 dev {BRIDGE} && ip link set {BRIDGE} up")
         names = "127.0.0.1 localhost\n" + "".join(f"10.77.0.{i} {n}\n" for i, n in enumerate(NODES, 1))

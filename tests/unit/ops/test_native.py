@@ -74,7 +74,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cpp_library(site: Path) -> Path:
-    (library,) = (site / "megalite" / "ops").glob("_cpu_kernels.*.so")
+    (library,) = (site / "megalite/core/parts/kernels").glob("_cpu_kernels.*.so")
     return library
 
 
@@ -159,7 +159,7 @@ def test_an_ordinary_install_has_the_kernels(site: Path, tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     where, *listing, started, runtimes, one, two, three, refused, denormals = done.stdout.splitlines()
-    assert where == str(site / "megalite" / "ops" / "__main__.py")
+    assert where == str(site / "megalite/core/ops/__main__.py")
     by_cpp = {line.split()[0] for line in listing if re.match(r"\w+ +cpp ", line)}
     assert by_cpp == {"rmsnorm", "rope", "glu", "cross_entropy", "adamw", "l2_norm"}
     assert started == "2 0"
@@ -272,7 +272,7 @@ def test_install_without_a_compiler_continues_with_a_warning(tmp_path: Path, mis
         env = {"PYTHONPATH": str(tmp_path)}
     done = build(tmp_path, MEGALITE_CUDA="0", **env)
     assert done.returncode == 0, done.stderr
-    for library in ("ops._cpu_kernels", "data._blend_rule"):
+    for library in ("core.parts.kernels._cpu_kernels", "runtime.data._blend_rule"):
         assert f"megalite.{library} not built, the install continues without it" in done.stderr
     assert not list(tmp_path.rglob("*.so*"))
     if missing == "compiler":
