@@ -240,7 +240,7 @@ def install(fault: dict[str, Any]) -> None:
     """Make a fault happen: in step `at` ("step", "nan", "every_step"; "master": before it), in the evaluation or the
     save after it ("eval", "save", "writer", "flip", "moment"), before a copy of step `at` counts ("commit"; "copy"
     flips a bit of it), reading the batch that ends at sample `at` ("data"), or in its step ("spike", "overflow");
-    "sample" makes the weight of the sample at position `at` NaN, whoever reads it; "end": where all is done.
+    "sample" makes the weight of the sample at position `at` infinite, whoever reads it; "end": where all is done.
 
     "after": so many seconds later, while the rank goes on. The kind "await" waits there until the file "path" exists.
     "once": a file that marks that it has happened, for ranks that are started again.
@@ -354,10 +354,11 @@ def install(fault: dict[str, Any]) -> None:
 
         def sample(self: Any, position: int) -> Rows:
             rows = real_sample(self, position)
-            weight = torch.nan if position == at else 1.0
+            weight = np.inf if position == at else 1.0
             return dataclasses.replace(rows, weights=np.full(rows.inputs.shape, weight, np.float32))
 
         BatchLoader._sample = sample
+        Rows.check_inputs = lambda self, what: self  # as if what computes with it were at fault
     elif place in ("spike", "overflow"):
         real_sum = step.sum_over_world
         factors = (10.0, 1.0) if place == "spike" else (1.0, float("nan"))

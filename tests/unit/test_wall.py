@@ -24,7 +24,7 @@ for module in modules:
     if "triton" not in str(module):  # not installed everywhere
         importlib.import_module(".".join(module.parts).removesuffix(".__init__"))
 
-from megalite.core.options import cli
+from megalite.runtime.options import cli
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.base.errors import UserError
 from megalite.runtime.loop.loop import steps

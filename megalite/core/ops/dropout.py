@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from megalite.core.ops.mixing import least_kept, mix_
-from megalite.core.ops.op import TORCH, Op
-from megalite.core.parts.kernels.fused import triton_backend
+from megalite.core.ops.op import TORCH, Op, triton
 
 # Elements at a time on a CPU: temporary tensors stay in its cache.
 _BLOCK = 1 << 16
@@ -89,4 +88,4 @@ class HeadDropout:
         return self.keep_mask(rows, self.key, keys, self.rate)
 
 
-OP = Op("dropout", (keep_mask,), (triton_backend("dropout"), TORCH))
+OP = Op("dropout", (keep_mask,), (triton("dropout"), TORCH))

@@ -36,7 +36,7 @@ from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_heade
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.checkpoint.upload import Part, Uploader
 from megalite.runtime.checkpoint.writer import receive, say
-from megalite.runtime.options.run import RunConfig
+from megalite.runtime.options.run import Config, RunConfig
 from megalite.runtime.places import store as store_module
 from megalite.runtime.places.downloads import bring_tree
 from megalite.runtime.places.store import MissingObject, Store, StoreError, cached_at, check_url
@@ -448,7 +448,7 @@ def test_urls() -> None:
             RunConfig(**options)  # type: ignore[arg-type]
         assert "secret" not in str(e.value)
     with pytest.raises(UserError, match="--offload-dir: must be a path on this machine"):
-        TrainConfig(offload_dir="s3://b/x")
+        Config(train=TrainConfig(offload="optimizer", offload_dir="s3://b/x"))
     with pytest.raises(UserError, match="--recover process with --run-dir s3://b/x"):
         RunConfig(recover="process", run_dir="s3://b/x")
 

@@ -49,7 +49,7 @@ DELTA = {
 LATENTS = {"kv_lora_rank": 20, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gpt2": {"num_kv_heads": 8},
+    "gpt2": {"num_kv_heads": 8, "hidden_dropout": 0.1},
     "gemma3_text": {"window": 5, "window_pattern": 2, "head_dim": 8, "query_pre_attn_scalar": 6},
     "gpt_oss": {**EXPERTS, "window": 5, "head_dim": 8},
     "llama4_text": {**EXPERTS, "moe_topk": 1, "moe_dense_layers": (0,), "moe_shared_ffn_size": 16}

@@ -194,7 +194,7 @@ def test_a_step_takes_arrays_and_tensors(tmp_path: Path) -> None:
 def test_a_run_imports_neither_the_compiler_nor_triton_on_cpu() -> None:
     """They took 1.7 of the 3.5 s of processor time that a rank needed to start."""
     code = (
-        "import sys, torch, pretrain_gpt\nfrom megalite import ops\nops.resolve(None, 'cpu', torch.float32)\n"
+        "import sys, torch, pretrain_gpt\nfrom megalite.core import ops\nops.resolve(None, 'cpu', torch.float32)\n"
         "print(sorted({'torch._dynamo', 'torch._inductor', 'triton', 'sympy', 'matplotlib'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
