@@ -4,8 +4,8 @@ cat >mine.py <<'PY'
 import numpy as np
 import torch
 from megalite.core.mesh.collectives import start_all_gather
-from megalite.core.parts.update import RULES
-from megalite.core.parts.update.rule import UpdateRule
+from megalite.core.options.update_rule import RULES
+from megalite.core.options.update_rule import UpdateRule
 from pretrain_gpt import leaving_together, main
 
 

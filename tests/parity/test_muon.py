@@ -20,11 +20,10 @@ from megalite.core.base.slices import Slice
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.flops import flops_per_token
 from megalite.core.optim import matrix_exchange as exchange
+from megalite.core.options.lr import learning_rate
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.optim import OptimConfig
-from megalite.core.parts.schedules.lr import learning_rate
-from megalite.core.parts.update import RULES
-from megalite.core.parts.update.rule import MatrixRule, Share
+from megalite.core.options.update_rule import RULES, MatrixRule, Share
 from megalite.extras.plan.memory.matrices import Placed, matrices_of, placed_matrices, transform_flops
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.report import update_rows

@@ -15,9 +15,9 @@ import torch
 
 from megalite.core.base.errors import UserError
 from megalite.core.model.parameters import param_map
+from megalite.core.options.lr import learning_rate
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.schedules.lr import learning_rate
-from megalite.core.parts.update import RULES
+from megalite.core.options.update_rule import RULES
 from megalite.core.sharding import Shard
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.mup.command import by_layer

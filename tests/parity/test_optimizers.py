@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.core.options.lr import learning_rate
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.schedules.lr import learning_rate
 from megalite.runtime.options.run import Config
 from tests.parity import jobs, test_resume
 from tests.parity.test_oracle import hf_llama, initial_weights

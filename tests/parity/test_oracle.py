@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megalite.core.model.parameters import param_map
+from megalite.core.options.lr import learning_rate
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.schedules.lr import learning_rate
 from megalite.core.sharding import Shard
 from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config

@@ -19,9 +19,9 @@ from megalite.core.model.parameters import param_map
 from megalite.core.model.partition import block_costs
 from megalite.core.model.saved import SavedTensor, element_size, inside
 from megalite.core.model.specs import linear, out_std
+from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
 from megalite.core.parts.families import FAMILIES
-from megalite.core.parts.families.parts import BlockKind
 from megalite.core.parts.ffn import FEED_FORWARDS
 from megalite.core.sharding import ParamSpec, count_parameters
 from megalite.extras.plan.memory.activations import block_activations

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.core.parts.schedules.lr import learning_rate
-from megalite.core.parts.update import RULES
-from megalite.core.parts.update.rule import MatrixRule, Share, UpdateRule
+from megalite.core.options.lr import learning_rate
+from megalite.core.options.update_rule import RULES, MatrixRule, Share, UpdateRule
 from megalite.runtime.options.run import Config
 from tests.parity import jobs, test_resume
 from tests.parity.test_oracle import hf_llama, initial_weights
@@ -55,7 +54,7 @@ def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
     return 1.5 * x - 0.5 * x @ x.T @ x
 
 
-RULES |= {"signum": Signum(), "orthogonal": Orthogonal()}
+RULES.update({"signum": Signum(), "orthogonal": Orthogonal()})
 FIRST_MOMENTS = ("sign_momentum", "matrix_momentum", "exp_avg")
 
 CUT = {"zero_whole_below": 500}

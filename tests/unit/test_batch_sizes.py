@@ -11,7 +11,7 @@ import pytest
 import megalite
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.grid import Grid
-from megalite.core.parts.schedules.batch import BatchSizes
+from megalite.core.options.batch_sizes import BatchSizes
 from megalite.core.parts.schedules.choose import name_of, names_of
 from megalite.extras.plan.report import dry_run_report
 from megalite.extras.view.metrics import read_metrics

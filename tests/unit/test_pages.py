@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.core.options.choices import ACTIVATIONS, NORMS
+from megalite.core.options.lr import LR_DECAYS, learning_rate
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.update_rule import RULES
 from megalite.core.parts.families import FAMILIES
-from megalite.core.parts.families.parts import ACTIVATIONS, NORMS
-from megalite.core.parts.schedules.lr import LR_DECAYS, learning_rate
 from megalite.core.parts.schedules.pipeline import SCHEDULES
-from megalite.core.parts.update import RULES
 from megalite.extras.command import find_main
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.prepare.preprocess import preprocess

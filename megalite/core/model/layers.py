@@ -16,8 +16,8 @@ from megalite.core.model.dropout import Dropout, MaskWords
 from megalite.core.model.rotary import Rotary, Temperature
 from megalite.core.model.specs import layout_holding
 from megalite.core.ops import Ops
+from megalite.core.options.choices import Function
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.families.parts import Function
 from megalite.core.parts.ffn.grouped_linear import GroupedLinear
 from megalite.core.parts.ffn.routing_log import RoutingLog
 from megalite.core.parts.quant.fp8 import Fp8

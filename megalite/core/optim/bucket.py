@@ -18,10 +18,10 @@ import torch
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.optim.shares import GradKind, ParamShare, Sharding, bucket_layout, gathers_codes
+from megalite.core.options.update_rule import RULES
 from megalite.core.parts.memory.compress import BucketParam, Codec, make_codec
 from megalite.core.parts.memory.host_share import HostGather, on_host
 from megalite.core.parts.quant.weight_codes import WeightCodes
-from megalite.core.parts.update import RULES
 from megalite.core.sharding.parameter import ShardedParameter
 
 # Reductions in flight while the next gradient accumulates, where gradients are sharded. On a GPU each takes the memory

@@ -21,7 +21,7 @@ from megalite.core.mesh.context import Axis, ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.shares import matrix_work, spread
-from megalite.core.parts.update.rule import MatrixRule
+from megalite.core.options.update_rule import MatrixRule
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.core.sharding.shard import matrices_in
 

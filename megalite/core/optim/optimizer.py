@@ -22,9 +22,9 @@ from megalite.core.optim.matrix_exchange import MatrixExchange
 from megalite.core.optim.state_tensors import codec_states, share_states
 from megalite.core.optim.trust_ratio import ShareTrustRatios
 from megalite.core.options.optim import OptimConfig
+from megalite.core.options.update_rule import MatrixRule, Share
 from megalite.core.parts.memory.compress import PowerSGD
 from megalite.core.parts.memory.offload import Offload
-from megalite.core.parts.update.rule import MatrixRule, Share
 from megalite.core.sharding import StateTensor
 
 

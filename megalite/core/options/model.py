@@ -7,14 +7,13 @@ from typing import Annotated, Any, Literal
 
 from megalite.core.base.errors import in_range, require
 from megalite.core.options.attention import check_attention_options
+from megalite.core.options.choices import ACTIVATIONS, FAMILIES, NORMS, Activation, BlockKind, Norm
 from megalite.core.options.experts import check_expert_options
 from megalite.core.options.latent_attention import LATENT_SIZES, check_latent_options
 from megalite.core.options.layer_types import SLIDING, read_layer_types
 from megalite.core.options.linear_attention import LINEAR_SIZES, check_linear_options
 from megalite.core.options.names import Choices, check_names
 from megalite.core.options.rope import RopeScaling, check_rope_options
-from megalite.core.parts.families import FAMILIES
-from megalite.core.parts.families.parts import ACTIVATIONS, NORMS, Activation, BlockKind, Norm
 
 # Parameters are listed per layer: without a limit, the list could take all memory before anything is checked.
 _MAX_LAYERS = 10_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.core.base.errors import require
-from megalite.core.parts.schedules.layers import count_modules
+from megalite.core.options.stages import count_modules
 
 
 def check_mtp(m: Any, p: Any) -> None:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from megalite.core.base.errors import in_range, require
+from megalite.core.options.lr import LR_DECAYS
 from megalite.core.options.names import Choices, check_names
-from megalite.core.parts.schedules.lr import LR_DECAYS
-from megalite.core.parts.update import RULES
-from megalite.core.parts.update.rule import MatrixRule
+from megalite.core.options.update_rule import RULES, MatrixRule
 
 
 @dataclass(frozen=True)

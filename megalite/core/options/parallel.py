@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from megalite.core.base.errors import UserError, in_range, require
 from megalite.core.options.names import Choices, check_names
-from megalite.core.parts.schedules.layers import read_stages
+from megalite.core.options.stages import read_stages
 from megalite.core.parts.schedules.pipeline import SCHEDULES
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megalite.core.base.errors import UserError
+from megalite.core.options.lr import learning_rate, weight_decay
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.train import TrainConfig
-from megalite.core.parts.schedules.lr import learning_rate, weight_decay
 
 
 class StepRates(NamedTuple):

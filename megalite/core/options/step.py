@@ -16,7 +16,7 @@ from megalite.core.options.optim import OptimConfig
 from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.rates import check_decay
 from megalite.core.options.train import TrainConfig
-from megalite.core.parts.update import RULES
+from megalite.core.options.update_rule import RULES
 
 _MAX_MICROBATCHES = 100_000
 

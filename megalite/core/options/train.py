@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megalite.core.base.errors import UserError, in_range, require
-from megalite.core.parts.schedules.batch import BatchSizes
+from megalite.core.options.batch_sizes import BatchSizes
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
-from megalite.core.parts.schedules.batch import BatchSizes
+from megalite.core.options.batch_sizes import BatchSizes
 from megalite.runtime.options.dialect import ComputedOption
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -19,11 +19,11 @@ from megalite.core.model.partition import block_costs, blocks_by_kind, stage_lay
 from megalite.core.model.saved import element_size, tokens
 from megalite.core.options.context_parallel import choose_comm
 from megalite.core.options.expert_parallel import choose_dispatch
+from megalite.core.options.update_rule import RULES
 from megalite.core.parts.ffn.routed import experts_tp, imbalance
 from megalite.core.parts.mixers import MIXERS
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.parts.schedules.simulate import simulate
-from megalite.core.parts.update import RULES
 from megalite.core.pipeline.schedule import Costs, Placement
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank

@@ -19,11 +19,11 @@ import yaml
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import warn_on_rank_0
+from megalite.core.options.batch_sizes import BatchSizes
 from megalite.core.options.model import BALANCING, ModelConfig
 from megalite.core.options.names import dashed, suggest
 from megalite.core.options.values import StrictLoader, read_value
 from megalite.core.parts.families import FAMILIES, PRESETS
-from megalite.core.parts.schedules.batch import BatchSizes
 from megalite.runtime.options.dialect import PLAIN, Dialect
 from megalite.runtime.options.fields import (
     GROUP_OF,

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalite.core.batch import ForwardPass, MicroBatch
+from megalite.core.options.choices import BlockKind
 from megalite.core.parts.context.heads import _Kept
-from megalite.core.parts.families.parts import BlockKind
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.runtime.options.run import Config
 from tests.parity import jobs

@@ -23,10 +23,10 @@ from megalite.core.build import build_engine
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.ops import Ops, delta_rule
+from megalite.core.options.update_rule import RULES
 from megalite.core.parts.context import blocks
 from megalite.core.parts.families import FAMILIES
 from megalite.core.parts.ffn.routing import Router
-from megalite.core.parts.update import RULES
 from megalite.core.rows import Rows
 from megalite.core.step import train_step
 from megalite.extras.estimate.rank import plausible_status

@@ -13,8 +13,8 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.model.partition import block_costs, layer_split, split_layers
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.stages import read_stages
 from megalite.core.options.train import TrainConfig
-from megalite.core.parts.schedules.layers import read_stages
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import memory_per_rank

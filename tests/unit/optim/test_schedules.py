@@ -9,9 +9,9 @@ import pytest
 
 from megalite.core.base.errors import UserError
 from megalite.core.optim.loss_scale import LossScaler, ScaleRule
+from megalite.core.options.lr import LR_DECAYS, learning_rate, weight_decay
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.rates import rates_at
-from megalite.core.parts.schedules.lr import LR_DECAYS, learning_rate, weight_decay
 from megalite.extras.compat.dialect import DIALECT
 from megalite.runtime.options.cli import parse
 

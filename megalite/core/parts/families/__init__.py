@@ -3,13 +3,13 @@
 A family made of parts that the model has is one new file: its options, its names in Hugging Face files, its presets.
 """
 
-import pkgutil
-from importlib import import_module
+from collections.abc import MutableMapping
 from typing import Any
 
+from megalite.core.options import choices
 from megalite.core.parts.families.common import Family
 
-FAMILIES: dict[str, Family] = {}
+FAMILIES: MutableMapping[str, Family] = choices.FAMILIES
 """Name (`--arch`) -> family."""
 
 PRESETS: dict[str, dict[str, Any]] = {}
@@ -22,6 +22,5 @@ def register(family: Family) -> None:
     PRESETS.update({name: {"arch": family.name, **preset.options} for name, preset in family.presets.items()})
 
 
-for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-    if hasattr(_module := import_module(f"{__name__}.{_name}"), "FAMILY"):
-        register(_module.FAMILY)
+for _family in FAMILIES.values():
+    register(_family)

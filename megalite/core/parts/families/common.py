@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megalite.core.parts.families.parts import BlockKind, block_of
+from megalite.core.options.choices import BlockKind, block_of
 
 _LAYER = "model.layers.{}."
 

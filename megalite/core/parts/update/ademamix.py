@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megalite.core.parts.update.rule import Share, UpdateRule
+from megalite.core.options.update_rule import Share, UpdateRule
 
 
 class AdEMAMix(UpdateRule):

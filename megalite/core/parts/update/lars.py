@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.core.parts.update.rule import Share, UpdateRule
+from megalite.core.options.update_rule import Share, UpdateRule
 
 TRUST = 0.001
 """Trust coefficient eta: largest relative change of a parameter per step, at learning rate 1 (section 5)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.core.parts.update.rule import Share, UpdateRule
+from megalite.core.options.update_rule import Share, UpdateRule
 
 
 class Lion(UpdateRule):

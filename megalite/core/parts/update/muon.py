@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from megalite.core.parts.update.rule import MatrixRule, Share
+from megalite.core.options.update_rule import MatrixRule, Share
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,7 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.model.parameters import param_map
 from megalite.core.optim.shares import group_among, matrix_work, spread
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.update import RULES
-from megalite.core.parts.update.rule import MatrixRule
+from megalite.core.options.update_rule import RULES, MatrixRule
 from megalite.core.sharding.shard import matrices_in
 from megalite.extras.plan.memory.units import names_of, unit_of
 from megalite.runtime.options.run import Config

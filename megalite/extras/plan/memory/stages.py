@@ -8,8 +8,8 @@ from functools import lru_cache
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.parameters import param_map
 from megalite.core.model.partition import blocks_by_kind, layer_split, stage_layers
+from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.families.parts import BlockKind
 from megalite.core.pipeline.schedule import Placement
 from megalite.core.sharding import Layout, Shard
 from megalite.extras.plan.memory.units import units_of

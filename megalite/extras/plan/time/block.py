@@ -7,8 +7,8 @@ from functools import lru_cache
 from operator import add
 
 from megalite.core.model.partition import block_work
+from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.families.parts import BlockKind
 from megalite.core.parts.ffn import FEED_FORWARDS
 from megalite.core.parts.mixers import MIXERS
 from megalite.extras.plan.cluster import Cluster

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megalite.core.model.partition import block_work
+from megalite.core.options.choices import BlockKind
 from megalite.core.options.context_parallel import choose_comm, head_ranks
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.families.parts import BlockKind
 from megalite.core.parts.mixers import MIXERS
 from megalite.extras.plan.time.rates import Rates
 from megalite.runtime.options.run import Config

@@ -20,7 +20,7 @@ from functools import cache
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.flops import flops_per_token
 from megalite.core.model.partition import blocks_by_kind
-from megalite.core.parts.families.parts import BlockKind
+from megalite.core.options.choices import BlockKind
 from megalite.core.parts.schedules.choose import USUAL_COSTS, name_of
 from megalite.core.pipeline.schedule import placement_of
 from megalite.extras.plan.cluster import Cluster

@@ -15,7 +15,7 @@ import yaml
 
 import pretrain_gpt
 from megalite.core.base.errors import UserError
-from megalite.core.parts.schedules.lr import learning_rate
+from megalite.core.options.lr import learning_rate
 from megalite.extras.compat.dialect import DIALECT
 from megalite.runtime.options import cli
 from megalite.runtime.options.run import Config

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from megalite.core.base.errors import UserError
+from megalite.core.options.lr import LR_DECAYS
 from megalite.core.options.rates import describe_warmup, rates_at
 from megalite.core.options.rope import RopeScaling
-from megalite.core.parts.schedules.lr import LR_DECAYS
 from megalite.extras.compat import megatron as aliases
 from megalite.extras.compat import refusals
 from megalite.extras.compat.dialect import DIALECT

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalite.core.base.errors import UserError
-from megalite.core.parts.schedules.lr import learning_rate
+from megalite.core.options.lr import learning_rate
 from megalite.extras.compat.dialect import DIALECT
 from megalite.runtime.options import cli
 from megalite.runtime.options.run import Config

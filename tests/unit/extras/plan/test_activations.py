@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megalite.core.mesh.grid import Grid
-from megalite.core.parts.families.parts import BlockKind
+from megalite.core.options.choices import BlockKind
 from megalite.extras.plan.memory.activations import block_activations, saved_by_block
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.data import DataConfig

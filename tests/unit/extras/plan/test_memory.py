@@ -19,11 +19,11 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.model.gpt import GPTStage
 from megalite.core.model.partition import layer_split, stage_layers
 from megalite.core.optim.optimizer import DistributedOptimizer
+from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.train import TrainConfig
-from megalite.core.parts.families.parts import BlockKind
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.schedule import Placement
 from megalite.core.sharding.parameter import ShardedParameter

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from megalite.core.base.table import Table
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -113,3 +115,7 @@ class MatrixRule(UpdateRule):
     def transform_flops(self, out: int, inner: int, cfg: Any) -> float:
         """Count the FLOPs of `transform` on an [out, inner] matrix, for plans; 0: they do not matter."""
         return 0.0
+
+
+RULES: Table[UpdateRule] = Table("megalite.core.parts.update", "RULE")
+"""Name (`--optimizer`) -> update rule."""

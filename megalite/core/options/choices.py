@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from megalite.core.base.table import Table
+
 Function = Callable[..., Any]
 
 
@@ -72,6 +74,10 @@ class BlockKind(NamedTuple):
 
     mixer: str = "gqa"
     feed_forward: str = "mlp"
+
+
+FAMILIES: Table[Any] = Table("megalite.core.parts.families", "FAMILY")
+"""Name (`--arch`) -> family, a `parts.families.common.Family`."""
 
 
 def block_of(cfg: Any, layer: int) -> BlockKind:
