@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -36,8 +37,7 @@ from megalite.core.parts.context import share_attention
 from megalite.core.parts.memory.activations import ActivationOffload
 from megalite.core.parts.memory.offload import Offload, check_host_memory
 from megalite.core.parts.memory.offload_memory import offloaded_bytes
-from megalite.core.parts.quant.fp8 import Fp8
-from megalite.core.parts.quant.fp8 import select as select_fp8
+from megalite.core.parts.quant.fp8_products import select as select_fp8
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.executor import Executor, forward_program
 from megalite.core.pipeline.p2p import Channel
@@ -45,6 +45,7 @@ from megalite.core.pipeline.schedule import Placement
 from megalite.core.sharding import Layout
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.core.tensor_parallel.linear import ParallelLinear, WgradQueue
+from megalite.core.tensor_parallel.products import Quantization
 
 _C = TypeVar("_C", bound=StepConfig)
 
@@ -66,8 +67,8 @@ def build_engine(cfg: _C, ctx: ParallelContext) -> Engine[_C]:
         check_host_memory(needed[ctx.pp.rank], "--offload activations", remedy)
     t = cfg.train
     # A compiled graph does not see what is noted with a tensor.
-    fp8 = select_fp8(t.fp8, fp8_layers(cfg.model, t), ctx.device, t.fp8_emulate, notes=not t.compile)
-    stages = build_stages(cfg, ctx, schedule.placement, dtype, ops, fp8)
+    quant = select_fp8(t.fp8, fp8_layers(cfg.model, t), ctx.device, t.fp8_emulate, notes=not t.compile)
+    stages = build_stages(cfg, ctx, schedule.placement, dtype, ops, quant)
     message = next(iter(stages.values())).message(cfg.model.seq_len // cfg.parallel.cp, cfg.train.micro_batch_size)
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
     optimizer, unit_weights = _build_optimizer(cfg, ctx, stages, ops)
@@ -129,7 +130,12 @@ def resolve_ops(cfg: StepConfig, ctx: ParallelContext) -> Ops:
 
 
 def build_stages(
-    cfg: StepConfig, ctx: ParallelContext, placement: Placement, dtype: torch.dtype, ops: Ops, fp8: Fp8 | None = None
+    cfg: StepConfig,
+    ctx: ParallelContext,
+    placement: Placement,
+    dtype: torch.dtype,
+    ops: Ops,
+    quant: Quantization | None = None,
 ) -> dict[int, GPTStage]:
     """Build the stages of this rank; parameters are not yet initialized."""
     dispatch, why = choose_dispatch(cfg.model, cfg.parallel)
@@ -139,7 +145,7 @@ def build_stages(
     words = MaskWords(cfg.train.seed, ctx.tp, cfg.sequence_parallel)
     split = stage_layers(cfg)
     layout = layout_of(cfg, ctx, placement)
-    offload = ActivationOffload(ctx.device) if cfg.train.offload == "activations" else None
+    saving = ActivationOffload(ctx.device).one_pass if cfg.train.offload == "activations" else nullcontext
     stages: dict[int, GPTStage] = {}
     for index in placement.stages_of(ctx.pp.rank):
         layers = Layers(
@@ -153,7 +159,7 @@ def build_stages(
             ops=ops,
             words=words,
             queue=WgradQueue(cfg.parallel.overlap_tp_reduce, one_behind=cfg.sequence_parallel),
-            fp8=fp8,
+            quant=quant,
             cp=ctx.axis("cp"),
             ep=ctx.ep,
             most_rows=cfg.parallel.moe_memory_factor,
@@ -175,7 +181,7 @@ def build_stages(
             z_loss=cfg.train.z_loss,
             shared_embedding=stages[0].embed_tokens.weight if shared else None,
             compiled=cfg.train.compile,
-            offload=offload,
+            saving=saving,
         )
     return stages
 
@@ -222,7 +228,7 @@ def _build_optimizer(
     # Gradients shrink with the width under muP.
     options = replace(cfg.optim, eps=cfg.optim.eps / cfg.model.width_multiplier)
     optimizer = DistributedOptimizer(buckets, options, ctx, ops, p.overlap_param_gather, *_offload(cfg, ctx, buckets))
-    optimizer.beside += [bias for stage in stages.values() for bias in stage.routing.biases.values()]
+    optimizer.beside += [bias for stage in stages.values() for bias in stage.log.states.values()]
     # Not inside compiled blocks, whose graph a hook would break.
     linear = [m for unit in modules for m in unit.modules() if isinstance(m, ParallelLinear) and not cfg.train.compile]
     optimizer.wait_before(dict.fromkeys([*modules, *linear]))

@@ -20,7 +20,7 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis
 from megalite.core.options.rates import StepRates, rates_at
 from megalite.core.options.step import StepConfig
-from megalite.core.parts.ffn.routing_figures import RoutingFigures, move_biases, routing_figures, routing_sums
+from megalite.core.parts.ffn.experts.routing_figures import RoutingFigures, move_biases, routing_figures, routing_sums
 from megalite.core.pipeline.observe import OPTIMIZER_RANGE
 from megalite.core.rows import Rows, share_of
 

@@ -39,7 +39,7 @@ def _without(axis: str) -> Plant:
 
 def _aux_loss_with_accumulation(patch: pytest.MonkeyPatch, cfg: Any, world: int) -> None:
     """The balance loss of every micro-batch weighs as much as that of the whole batch."""
-    from megalite.core.parts.ffn.routing import Routing
+    from megalite.core.parts.ffn.experts.routing import Routing
 
     p, add = cfg.parallel, Routing.add_loss
     passes = cfg.num_microbatches(world // (p.tp * p.pp * p.cp))
@@ -66,15 +66,16 @@ def _weight_of_loss(patch: pytest.MonkeyPatch, cfg: Any, world: int) -> None:
 def _experts_averaged(patch: pytest.MonkeyPatch, cfg: Any, world: int) -> None:
     """The gradients of experts are divided by ep once more."""
     from megalite.core.ops.grouped import grouped_wgrad
-    from megalite.core.parts.ffn.grouped_linear import GroupedLinear
+    from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear
 
     init = GroupedLinear.__init__
 
     def averaged(main_grad: Any, dy: Any, *rest: Any) -> None:
         grouped_wgrad(main_grad, dy / cfg.parallel.ep, *rest)
 
-    def averaging(self: Any, weight: Any, bias: Any, queue: Any, products: Any, **options: Any) -> None:
-        init(self, weight, bias, queue, type(products)(replace(products.ops, grouped_wgrad=averaged)), **options)
+    def averaging(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.products = type(self.products)(replace(self.products.ops, grouped_wgrad=averaged))
 
     patch.setattr(GroupedLinear, "__init__", averaging)
 

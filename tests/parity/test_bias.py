@@ -84,7 +84,7 @@ def biases_of(engine: Any) -> dict[str, np.ndarray]:
 @cache
 def one_process(cfg: Config, start: tuple[float, ...] = ()) -> Result:
     """As in one process, where no choice of an expert or group is so close that rounding could turn it."""
-    from megalite.core.parts.ffn.routing import Router
+    from megalite.core.parts.ffn.experts.routing import Router
 
     gaps: list[float] = []
     choose = Router._choose
@@ -170,8 +170,8 @@ def test_experts_that_every_token_takes(pool: WorkerPool, start: tuple[float, ..
 def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> list[Result]:
     """`balanced`, wrong in one way."""
     from megalite.core import step
-    from megalite.core.parts.ffn import routing_figures as routing
-    from megalite.core.parts.ffn.routing_log import RoutingLog
+    from megalite.core.model.stage_log import StageLog
+    from megalite.core.parts.ffn.experts import routing_figures as routing
 
     move = routing.move_biases
 
@@ -184,7 +184,7 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> lis
         for state in engine.optimizer.beside:
             state.flat.copy_(state.flat.bfloat16())
 
-    def again(self: RoutingLog, key: Any, choices: torch.Tensor, sums: torch.Tensor) -> None:
+    def again(self: StageLog, key: Any, choices: torch.Tensor, sums: torch.Tensor) -> None:
         self.choices[key] = choices
         # A forward pass and its recomputation, of some micro-batches only: the sign forgives a factor of all.
         self.sums[key] = 2 * sums if key[1] == 0 else sums
@@ -192,7 +192,7 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> lis
     wrong: dict[str, tuple[Any, str, Any]] = {
         "counts of one rank": (step, "move_biases", of_one_rank),
         "a bias in bf16": (step, "move_biases", rounded),
-        "counted again by recomputation": (RoutingLog, "add", again),
+        "counted again by recomputation": (StageLog, "add", again),
     }
     with pytest.MonkeyPatch.context() as patch:
         # Copies drift apart; figures must show the mistake by themselves.
@@ -235,7 +235,7 @@ def test_skipped_steps_and_evaluations_leave_biases_alone() -> None:
 
 def test_scores_that_are_all_zero_leave_finite_gradients() -> None:
     """Sigmoids underflow in fp32; neither weights nor losses may divide by their sum."""
-    from megalite.core.parts.ffn.routing import Router
+    from megalite.core.parts.ffn.experts.routing import Router
 
     logits_of = Router.forward
     with pytest.MonkeyPatch.context() as patch:
@@ -246,7 +246,7 @@ def test_scores_that_are_all_zero_leave_finite_gradients() -> None:
 
 def test_groups_are_closed_whatever_the_bias() -> None:
     """The best groups hold the choice although all of their scores are negative, and others are not."""
-    from megalite.core.parts.ffn.routing import Router
+    from megalite.core.parts.ffn.experts.routing import Router
 
     engine = jobs.start(0, jobs.make_config(BIASED), 1)
     router = next(m for m in engine.stages[0].modules() if isinstance(m, Router))

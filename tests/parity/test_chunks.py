@@ -110,7 +110,7 @@ _DENSE: dict[str, Any] = {
 def with_fault(rank: int, fault: str, cfgs: list[Config], world: int) -> Any:
     """`trained`, wrong in one way."""
     from megalite.core.model.rotary import Temperature
-    from megalite.core.parts.ffn.dispatch import AllToAll
+    from megalite.core.parts.ffn.experts.dispatch import AllToAll
 
     make, cut, send = Temperature.__call__, MicroBatch.in_chunks, AllToAll.send
 

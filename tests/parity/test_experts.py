@@ -113,7 +113,7 @@ GRID: dict[Shape, list[Row]] = {
 @cache
 def one_process(cfg: Config) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
     """As in one process, where no choice between two experts is so close that rounding could turn it."""
-    from megalite.core.parts.ffn.routing import Router
+    from megalite.core.parts.ffn.experts.routing import Router
 
     gaps: list[float] = []
     logits_of = Router.forward
@@ -217,10 +217,10 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
 
     from megalite.core.mesh.collectives import FinishedWork
     from megalite.core.ops.grouped import grouped_wgrad
-    from megalite.core.parts.ffn import moe, routing
-    from megalite.core.parts.ffn import routed as kind
-    from megalite.core.parts.ffn.dispatch import AllToAll
-    from megalite.core.parts.ffn.grouped_linear import GroupedLinear
+    from megalite.core.parts.ffn import experts as kind
+    from megalite.core.parts.ffn.experts import moe, routing
+    from megalite.core.parts.ffn.experts.dispatch import AllToAll
+    from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear
 
     (parallel,) = {cfg.parallel for cfg in cfgs}
     balance, way, axes = routing.Router._balance, AllToAll.__init__, Shard.reduce.fget
@@ -239,8 +239,9 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
     def averaged(main_grad: torch.Tensor, dy: torch.Tensor, *rest: Any) -> None:
         grouped_wgrad(main_grad, dy / parallel.ep, *rest)
 
-    def averaging(self: Any, weight: Any, bias: Any, queue: Any, products: Any, **options: Any) -> None:
-        init(self, weight, bias, queue, type(products)(replace(products.ops, grouped_wgrad=averaged)), **options)
+    def averaging(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.products = type(self.products)(replace(self.products.ops, grouped_wgrad=averaged))
 
     wrong: dict[str, tuple[Any, str, Any]] = {
         "weights without the copy": (moe, "copy_to", lambda x, tp: x if x.shape[-1] == 2 else spread(x, tp)),
@@ -287,7 +288,7 @@ def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
 
 def unused(rank: int, cfgs: Any, world: int, run: Any = trained) -> Any:
     """`run`, with routers that never choose the second half of the experts."""
-    from megalite.core.parts.ffn.routing import Router
+    from megalite.core.parts.ffn.experts.routing import Router
 
     logits_of = Router.forward
 
@@ -328,8 +329,8 @@ def test_experts_without_a_token_decay(pool: WorkerPool) -> None:
 
 def crowded(rank: int, cfgs: Sequence[Config], world: int) -> Any:
     """`trained`, with routers that prefer the first half of the experts; bytes kept for backward by experts' layers."""
-    from megalite.core.parts.ffn.moe import Experts
-    from megalite.core.parts.ffn.routing import Router
+    from megalite.core.parts.ffn.experts.moe import Experts
+    from megalite.core.parts.ffn.experts.routing import Router
 
     logits_of, apply, kept = Router.forward, Experts.forward, []
 
@@ -371,7 +372,7 @@ def test_a_crowded_rank_keeps_the_inputs_of_its_experts(pool: WorkerPool) -> Non
 
 def routed(rank: int, cfgs: Sequence[Config], world: int, skewed: bool) -> list[dict[str, float]]:
     """Figures of the routers of one step, also by layer."""
-    from megalite.core.parts.ffn.routing import Router
+    from megalite.core.parts.ffn.experts.routing import Router
     from megalite.core.step import train_step
 
     logits_of = Router.forward

@@ -214,7 +214,7 @@ def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Result]:
 @cache
 def one_process(cfg: Config) -> Result:
     """As in one process, where no choice of an expert is so close that rounding could turn it."""
-    from megalite.core.parts.ffn.routing import Router
+    from megalite.core.parts.ffn.experts.routing import Router
 
     gaps, choose = [], Router._choose
 
@@ -257,7 +257,7 @@ test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> list[Result]:
     """`trained`, wrong in one way."""
     from megalite.core import step
-    from megalite.core.parts.ffn.routing import Router
+    from megalite.core.parts.ffn.experts.routing import Router
 
     init = Router.__init__
 

@@ -24,10 +24,9 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.optim import bucket
 from megalite.core.options.fp8 import fp8_layers
 from megalite.core.parts.families import FAMILIES
-from megalite.core.parts.quant import fp8
+from megalite.core.parts.quant import fp8, fp8_products
 from megalite.core.parts.quant.fp8_recipes import RECIPES
 from megalite.core.step import train_step
-from megalite.core.tensor_parallel import products
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.run import Config
 from megalite.runtime.record import fp8_amax
@@ -170,9 +169,9 @@ def noted(rank: int, cfg: Config, world: int, how: str) -> tuple[list[tuple[floa
         patch.setattr(collectives, "start_all_gather", start)
         original = fp8.noted
         if how == "nothing noted":
-            patch.setattr(fp8.Fp8, "noting", lambda self, ops: ops)
+            patch.setattr(fp8_products.Fp8, "noting", lambda self, ops: ops)
         if how == "wrong":
-            patch.setattr(products, "noted", wrong)
+            patch.setattr(fp8, "noted", wrong)
         return losses(rank, cfg, world, 2), gathered
 
 

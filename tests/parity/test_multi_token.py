@@ -419,8 +419,8 @@ def test_compiled_blocks() -> None:
 
 
 def test_modules_stay_in_bf16() -> None:
+    from megalite.core.parts.quant.fp8_products import Fp8Products
     from megalite.core.tensor_parallel.linear import ParallelLinear
-    from megalite.core.tensor_parallel.products import Fp8Products
 
     engine = jobs.start(0, jobs.make_config(ONE, precision="bf16", fp8="tensorwise", fp8_emulate=True), 1)
     layers = {name: m for name, m in engine.stages[0].layers.named_modules() if isinstance(m, ParallelLinear)}

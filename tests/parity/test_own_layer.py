@@ -14,7 +14,7 @@ from torch import nn
 from megalite.core.batch import ForwardPass, MicroBatch
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.flops import flops_per_token
-from megalite.core.model.kinds import FeedForward
+from megalite.core.model.kinds import FEED_FORWARDS, FeedForward
 from megalite.core.model.parameters import param_map
 from megalite.core.model.partition import block_costs
 from megalite.core.model.saved import SavedTensor, element_size, inside
@@ -22,7 +22,6 @@ from megalite.core.model.specs import linear, out_std
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
 from megalite.core.parts.families import FAMILIES
-from megalite.core.parts.ffn import FEED_FORWARDS
 from megalite.core.sharding import ParamSpec, count_parameters
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.ranks import memory_per_rank

@@ -61,12 +61,13 @@ def with_fault(rank: int, fault: str, cfgs: Any, world: int) -> Any:
     """`trained`, wrong in one way."""
     from megalite.core.parts.context.blocks import Total
     from megalite.core.parts.context.heads import HeadExchange
-    from megalite.core.parts.ffn.grouped_linear import GroupedLinear
+    from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear
 
     add, make, call = Total.add_sinks, GroupedLinear.__init__, HeadExchange.__call__
 
-    def twice(self: Any, *args: Any, adds_bias: bool) -> None:
-        make(self, *args, adds_bias=True)
+    def twice(self: Any, *args: Any) -> None:
+        make(self, *args)
+        self.adds_bias = True
 
     def of_rank_0(self: Any, *args: Any, sinks: Any, **options: Any) -> Any:
         return call(self, *args, sinks=sinks.roll(len(sinks) // self.axis.size), **options)

@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 from megalite.core.model import block, gpt, layers
-from megalite.core.parts.ffn import mlp
-from megalite.core.parts.mixers import attention, latent_attention
+from megalite.core.parts.ffn.dense import mlp
+from megalite.core.parts.mixers.gqa import attention
+from megalite.core.parts.mixers.mla import latent_attention
 from megalite.core.tensor_parallel import embedding, linear
 
 # Inputs and outputs of modules. "residual" is S(0) with sequence parallelism, else I; "features" is S(-1), of a packed

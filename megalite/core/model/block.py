@@ -9,16 +9,10 @@ import torch
 from torch import nn
 
 from megalite.core.batch import Documents, ForwardPass
+from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
 from megalite.core.model.layers import Layers, NoNorm, Rope
 from megalite.core.model.parameters import NORM_NAMES
 from megalite.core.ops.attention import prepare_to_compile
-from megalite.core.parts.ffn import FEED_FORWARDS
-from megalite.core.parts.ffn.moe import MoELayer
-from megalite.core.parts.mixers import MIXERS
-from megalite.core.parts.mixers.attention import QKNorm
-from megalite.core.parts.mixers.delta_net_layer import DeltaNetLayer
-from megalite.core.parts.mixers.latent_attention import LatentAttentionLayer
-from megalite.core.tensor_parallel.linear import ParallelLinear
 
 
 class Block(nn.Module):
@@ -32,11 +26,12 @@ class Block(nn.Module):
         name, norms = f"layers.{index}", NORM_NAMES[layers.cfg.norm_position]
         self.parallel_residual = layers.cfg.parallel_residual
         kind = layers.cfg.block_kind(index)
-        self.self_attn = MIXERS[kind.mixer].module(layers, index, recompute_core)
-        self.mlp = FEED_FORWARDS[kind.feed_forward].module(layers, index)
+        mixer, feed_forward = MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]
+        self.self_attn = mixer.module(layers, index, recompute_core)
+        self.mlp = feed_forward.module(layers, index)
         # Registered under their global names, called by their place. The order of registration is that of their
         # gradients in a bucket, and so decides the last bit of the gradient norm.
-        multiplied = {norms[0]: kind.mixer == "gqa", norms[2]: kind.feed_forward == "mlp"}
+        multiplied = {norms[0]: mixer.feeds_one_product, norms[2]: feed_forward.feeds_one_product}
         by_name = {
             leaf: layers.norm(f"{name}.{leaf}", layers.ops_before(index) if multiplied.get(leaf) else None)
             for leaf in (norms[1], norms[2], norms[0], norms[3])
@@ -90,17 +85,13 @@ class PredictingBlock(Block):
 
 
 def compile_block(block: nn.Module) -> None:
-    """Compile what lies between the layers that communicate.
+    """Compile a block, except for the methods that its modules name in `uncompiled`.
 
-    Those layers run as they are: they add to `main_grad` and to the queue of weight gradients, which a traced graph
-    cannot see. So do experts, whose numbers of rows change with every micro-batch, gated delta nets, whose chunks would
-    be unrolled, and the gathering of latents. Hooks on the block run outside the compiled code too.
+    Those of layers that communicate run as they are: they add to `main_grad` and to the queue of weight gradients,
+    which a traced graph cannot see. Hooks on the block run outside the compiled code too.
     """
     prepare_to_compile()
-    apart = ParallelLinear, MoELayer, DeltaNetLayer
-    for part in block.modules():
-        if isinstance(part, apart) or (isinstance(part, QKNorm) and not part.per_head):
-            part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
-        elif isinstance(part, LatentAttentionLayer):
-            part.enter = torch.compiler.disable(part.enter)
+    for module in block.modules():
+        for name in getattr(module, "uncompiled", ()):
+            setattr(module, name, torch.compiler.disable(getattr(module, name)))
     block.forward = torch.compile(block.forward)

@@ -5,7 +5,8 @@ Shapes: S sequence (s = S / tp with sequence parallelism), B micro-batch, H hidd
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,6 @@ from megalite.core.batch import ForwardPass, Message, MicroBatch, Positions
 from megalite.core.model.block import Block, PredictingBlock, compile_block
 from megalite.core.model.layers import Layers
 from megalite.core.ops.cross_entropy import softcap_
-from megalite.core.parts.memory.activations import ActivationOffload
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.core.tensor_parallel.linear import ColumnParallelLinear
 from megalite.core.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
@@ -39,7 +39,7 @@ class GPTStage(nn.Module):
         shared_embedding: weight of the embedding if it lives on this rank; used as the output weight where that is
             tied, and by blocks that predict further tokens.
         compiled: whether blocks go through torch.compile; they must have no dropout.
-        offload: holds the inputs of recomputed blocks on the host; None: the device keeps them.
+        saving: makes the context of a training pass, in which tensors may be saved elsewhere than on the device.
 
     Attributes:
         mtp_losses: for each module that predicts further tokens its weighted losses, summed over the micro-batches of
@@ -59,18 +59,18 @@ class GPTStage(nn.Module):
         z_loss: float = 0.0,
         shared_embedding: ShardedParameter | None = None,
         compiled: bool = False,
-        offload: ActivationOffload | None = None,
+        saving: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
         cfg = layers.cfg
-        self._offload = offload
+        self._saving = saving
         self.first = first
         self.last = last
         self.recompute = recompute
-        self.queue, self.routing = layers.queue, layers.routing
+        self.queue, self.log = layers.queue, layers.log
         self._recompute_options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        self._recompute_options["context_fn"] = layers.routing.passes
-        layers.routing.remembers = recompute == "full"
+        self._recompute_options["context_fn"] = layers.log.passes
+        layers.log.remembers = recompute == "full"
         self._sequence_shards = layers.tp.size if layers.sequence_parallel else 1
         self._hidden_size, self._dtype = cfg.hidden_size, layers.dtype
         if first:
@@ -137,7 +137,7 @@ class GPTStage(nn.Module):
         # The tables of each kind of layer are made once.
         ropes = {rotary: rotary and rotary(batch.positions, x.device) for rotary in set(self._rotary)}
         seen = [(ropes[rotary], documents[chunk]) for rotary, chunk in zip(self._rotary, self._chunks)]
-        with self._offload.one_pass() if self._offload is not None and fwd.training else nullcontext():
+        with self._saving() if fwd.training else nullcontext():
             for block, sees in zip(self._blocks, seen):
                 x = self._run(block, x, *sees, fwd)
         if not self.last:
@@ -162,7 +162,7 @@ class GPTStage(nn.Module):
     def start_step(self) -> None:
         """Forget what the step before has counted."""
         self.mtp_losses = [0.0] * len(self.mtp_losses)
-        self.routing.clear()
+        self.log.clear()
 
     def units(self) -> list[nn.Module]:
         """List the modules, in forward order, that together hold all parameters."""

@@ -1,8 +1,8 @@
 """What a kind of layer is: a block has a mixer (`layers.N.self_attn`) and a feed-forward layer (`layers.N.mlp`).
 
-A family names both for every layer (`Family.layer_kind`); `model.mixers.MIXERS` and `model.ffn.FEED_FORWARDS` hold the
-kinds by name. A kind is one object, and all that differs between kinds is asked of it: parameters, partition, FLOPs and
-the planner's memory and time. It is a description, read without torch; `module` makes the layer itself.
+A family names both for every layer (`Family.block_kind`); `MIXERS` and `FEED_FORWARDS` hold the kinds by name. A kind
+is one object, and all that differs between kinds is asked of it: parameters, partition, FLOPs and the planner's memory
+and time. It is a description, read without torch; `module` makes the layer itself.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from megalite.core.base.table import Table
 from megalite.core.model.saved import SavedTensor
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.step import StepConfig
@@ -22,7 +23,14 @@ if TYPE_CHECKING:  # plans read kinds, and start without torch
 
 
 class LayerKind(ABC):
-    """A sub-layer of a block, of either sort."""
+    """A sub-layer of a block, of either sort.
+
+    Attributes:
+        feeds_one_product: whether its input goes to one dense linear layer and nowhere else: with `--fp8`, the norm
+            before it may note codes.
+    """
+
+    feeds_one_product = False
 
     @abstractmethod
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
@@ -120,3 +128,10 @@ class FeedForward(LayerKind):
     @abstractmethod
     def module(self, layers: Layers, index: int) -> nn.Module:
         """Make the feed-forward layer of block `index`, called with (x_SBH, fwd), to the shape of x."""
+
+
+MIXERS: Table[Mixer] = Table("megalite.core.parts.mixers", "MIXER")
+"""Name (`BlockKind.mixer`) -> mixer."""
+
+FEED_FORWARDS: Table[FeedForward] = Table("megalite.core.parts.ffn", "FEED_FORWARD")
+"""Name (`BlockKind.feed_forward`) -> feed-forward layer."""

@@ -15,12 +15,10 @@ from megalite.core.mesh.context import Axis
 from megalite.core.model.dropout import Dropout, MaskWords
 from megalite.core.model.rotary import Rotary, Temperature
 from megalite.core.model.specs import layout_holding
+from megalite.core.model.stage_log import StageLog
 from megalite.core.ops import Ops
 from megalite.core.options.choices import Function
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.ffn.grouped_linear import GroupedLinear
-from megalite.core.parts.ffn.routing_log import RoutingLog
-from megalite.core.parts.quant.fp8 import Fp8
 from megalite.core.sharding import Layout, ParamSpec, Shard, StateTensor
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.core.tensor_parallel.embedding import VocabParallelEmbedding
@@ -31,7 +29,7 @@ from megalite.core.tensor_parallel.linear import (
     RowParallelLinear,
     WgradQueue,
 )
-from megalite.core.tensor_parallel.products import Fp8GroupedProducts, Fp8Products, GroupedProducts, Products
+from megalite.core.tensor_parallel.products import GroupedProducts, Products, Quantization
 
 Rope = tuple[torch.Tensor, ...] | None
 """What a layer knows of positions: (cos, sin), (factors of queries,) without rope, or nothing."""
@@ -51,9 +49,9 @@ class Layers:
         ops: the kernels in use.
         words: of this rank's samples and tokens, for dropout.
         queue: weight-gradient queue of the stage.
-        fp8: quantization of the blocks' matrices; None: no block's.
+        quant: number format of the blocks' matrices; None: that of activations.
         cp, ep: context- and expert-parallel axes.
-        routing: log of the stage's routers.
+        log: what the layers of the stage note in a step.
         most_rows: rows of this rank's experts over those that it sends, above which they are recomputed.
         dispatch: way of tokens to experts, a name of `tensor_parallel.dispatch.DISPATCHES`.
         allocate: whether parameters get memory; otherwise buckets hold their weights.
@@ -70,10 +68,10 @@ class Layers:
     ops: Ops
     words: MaskWords
     queue: WgradQueue
-    fp8: Fp8 | None = None
+    quant: Quantization | None = None
     cp: Axis = field(default_factory=lambda: Axis("cp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))
-    routing: RoutingLog = field(default_factory=RoutingLog)
+    log: StageLog = field(default_factory=StageLog)
     most_rows: float = math.inf
     dispatch: str = "alltoall"
     allocate: bool = True
@@ -114,8 +112,8 @@ class Layers:
     def linear(self, name: str) -> dict[str, Any]:
         """Make the arguments of a declared parallel linear layer."""
         return {
-            "weight": self._matrix(f"{name}.weight"),
-            "bias": self._bias(name),
+            "weight": self.matrix(f"{name}.weight"),
+            "bias": self.bias(name),
             "tp": self.tp,
             "sequence_parallel": self.sequence_parallel,
             "queue": self.queue,
@@ -124,43 +122,36 @@ class Layers:
             "chunks": self.tp_chunks,
         }
 
-    def wide(self, name: str) -> dict[str, Any]:
-        """Make the arguments of a declared linear layer in fp32, of which every rank holds all: a `WideLinear`."""
-        weight, bias = self.param(f"{name}.weight", True), self._bias(name) if self.cfg.mlp_bias else None
-        scale = 1 / self.cfg.width_multiplier
-        return {"weight": weight, "bias": bias, "queue": self.queue, "ops": self.ops, "scale": scale}
-
-    def _bias(self, name: str) -> ShardedParameter | None:
+    def bias(self, name: str) -> ShardedParameter | None:
+        """Make the bias of a linear layer, if one is declared."""
         return self.param(f"{name}.bias", True) if f"{name}.bias" in self.specs else None
 
-    def products(self, spec: ParamSpec) -> Products:
-        """Make the products of a declared matrix: in FP8 those of the blocks that it applies to."""
-        return Products(self.ops) if self.fp8 is None or not self._in_fp8(spec) else self._fp8_products(spec, self.fp8)
-
-    def experts(self, name: str) -> GroupedLinear:
-        """Make the linear layers of this rank's experts with the declared weights."""
-        spec = self.specs[f"{name}.weight"]
-        weight = self._matrix(f"{name}.weight")
-        bias = self._bias(name)
-        products = GroupedProducts(self.ops)
-        if self.fp8 is not None and self._in_fp8(spec):
-            products = Fp8GroupedProducts(self._fp8_products(spec, self.fp8))
-        # Outputs of experts that are cut along their input are summed over tp.
-        summed = weight.shard.layout.grid["tp"] > 1 and ("tp", 2) in spec.sharded_dims
-        return GroupedLinear(weight, bias, self.queue, products, adds_bias=not summed or self.tp.rank == 0)
-
-    def _matrix(self, name: str) -> ShardedParameter:
+    def matrix(self, name: str) -> ShardedParameter:
+        """Make a declared matrix, or stack of them, that is read by `products`."""
         weight = self.param(name, True)
-        weight.fp8 = self.fp8 if self._in_fp8(self.specs[name]) else None
+        weight.fp8 = self._quant_of(self.specs[name])
         return weight
 
-    def _in_fp8(self, spec: ParamSpec) -> bool:
-        return self.fp8 is not None and spec.matrix and int(spec.name.split(".")[1]) in self.fp8.layers
+    def products(self, spec: ParamSpec) -> Products:
+        """Make the products of a declared matrix."""
+        quant = self._quant_of(spec)
+        return Products(self.ops) if quant is None else quant.products(self.ops, *self._cut(spec))
 
-    def _fp8_products(self, spec: ParamSpec, fp8: Fp8) -> Fp8Products:
+    def grouped_products(self, spec: ParamSpec) -> GroupedProducts:
+        """Make the products of a declared stack of matrices."""
+        quant = self._quant_of(spec)
+        return GroupedProducts(self.ops) if quant is None else quant.grouped_products(self.ops, *self._cut(spec))
+
+    def _quant_of(self, spec: ParamSpec) -> Quantization | None:
+        return self.quant if spec.matrix and self._quantizes(int(spec.name.split(".")[1])) else None
+
+    def _quantizes(self, index: int) -> bool:
+        return self.quant is not None and index in self.quant.layers
+
+    def _cut(self, spec: ParamSpec) -> tuple[Axis, str]:
+        """Return the axis that a matrix is sharded over, and along which features: "O" or "I"."""
         cut = layout_holding(spec, self.layout).grid["tp"] > 1
-        sharded = "OI"[dict(spec.sharded_dims)["tp"] - len(spec.shape)]
-        return Fp8Products(self.ops, fp8, self.tp if cut else Axis("tp"), sharded)
+        return self.tp if cut else Axis("tp"), "OI"[dict(spec.sharded_dims)["tp"] - len(spec.shape)]
 
     def embedding(self, name: str, weight: ShardedParameter | None = None) -> VocabParallelEmbedding:
         """Make an embedding with its rows sharded over tp, of the declared weight or of one that is there."""
@@ -172,11 +163,11 @@ class Layers:
 
     @cached_property
     def _noting(self) -> Ops:
-        return self.ops if self.fp8 is None else self.fp8.noting(self.ops)
+        return self.ops if self.quant is None else self.quant.noting(self.ops)
 
     def ops_before(self, index: int) -> Ops:
         """Return the ops of what a dense linear layer of block `index` reads: with `--fp8`, they may note its codes."""
-        return self._noting if self.fp8 is not None and index in self.fp8.layers else self.ops
+        return self._noting if self._quantizes(index) else self.ops
 
     def norm(self, name: str, ops: Ops | None = None) -> Norm:
         """Make a norm over the hidden size, of the model's kind; `ops`: see `ops_before`."""
@@ -203,7 +194,7 @@ class Layers:
 
 
 class Norm(nn.Module):
-    """The norm of `functions` (see `families.parts.Norm`); `zero_centered`: scales by 1 + weight."""
+    """The norm of `functions` (see `options.choices.Norm`); `zero_centered`: scales by 1 + weight."""
 
     def __init__(
         self,

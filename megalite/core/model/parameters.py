@@ -9,10 +9,9 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
 from megalite.core.model.specs import norm
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.ffn import FEED_FORWARDS
-from megalite.core.parts.mixers import MIXERS
 from megalite.core.sharding import ParamSpec, count_parameters
 
 # Norms of a block by `norm_position`: before attention, after it, before the MLP, after it; "" where there is none.

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from megalite.core.base.errors import UserError
+from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.step import StepConfig
-from megalite.core.parts.ffn import FEED_FORWARDS
-from megalite.core.parts.mixers import MIXERS
 
 
 @dataclass(frozen=True)

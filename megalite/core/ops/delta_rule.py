@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.core.ops.op import TORCH, Op
-from megalite.core.parts.mixers.delta_slices import CHUNK, heads_at_once
+from megalite.core.parts.mixers.delta_net.delta_slices import CHUNK, heads_at_once
 
 EPS = 1e-6
 Slices = list[list[slice]]

@@ -20,7 +20,7 @@ class ShardedParameter(torch.nn.Parameter):
         has_grad: whether `main_grad` holds contributions. If not, its content is undefined, and the next contribution
             overwrites it.
         before_grad, after_grad: callbacks of the bucket, before each access to `main_grad` and after each contribution.
-        fp8: how its matrices are quantized wherever it is multiplied, an `ops.fp8.Fp8`; None: it is read as it is.
+        fp8: how its matrices are quantized wherever it is multiplied, a `Quantization`; None: it is read as it is.
         codes: what `--fp8` has computed from the weights; None once a bucket has changed or released them.
         uses: contributions to the gradient per micro-batch (2 for an embedding that is also the output layer).
         adds_to_main_grad: whether all layers that use it add to `main_grad` themselves and call `grad_added`. Otherwise

@@ -198,6 +198,8 @@ class ParallelLinear(nn.Module):
         chunks: number of chunks of a forward product with sequence parallelism, see `chunks.py`.
     """
 
+    uncompiled = ("forward",)
+
     def __init__(
         self,
         weight: ShardedParameter,

@@ -17,7 +17,7 @@ from megalite.core.base.hardware import available_memory, process_memory
 from megalite.core.base.log import logger
 from megalite.core.mesh.grid import Grid
 from megalite.core.mesh.rendezvous import local_world_size
-from megalite.core.parts.ffn.routed import imbalance
+from megalite.core.parts.ffn.experts import imbalance
 from megalite.core.parts.schedules.choose import names_of
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.device import device_in_use, machine

@@ -20,7 +20,7 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.device import wants_one_queue
 from megalite.core.mesh.grid import Grid
-from megalite.core.parts.ffn.routed import imbalance
+from megalite.core.parts.ffn.experts import imbalance
 from megalite.core.step import train_step
 from megalite.extras.estimate.backends import target_backends
 from megalite.extras.estimate.fake_cuda import fake_cuda

@@ -10,8 +10,7 @@ from unittest import mock
 import torch
 
 from megalite.core.mesh.context import ParallelContext
-from megalite.core.parts.ffn import dispatch
-from megalite.core.parts.ffn.routed import rows_sent
+from megalite.core.parts.ffn.experts import dispatch, rows_sent
 from megalite.runtime.options.run import Config
 
 

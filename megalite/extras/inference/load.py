@@ -88,7 +88,7 @@ class Weights:
 
     def load(self, stage: GPTStage, ctx: ParallelContext) -> None:
         """Fill this rank's shards of the parameters, of any data type and layout; every rank calls it."""
-        states = [*map(_part_of, stage.parameters()), *stage.routing.biases.values()]
+        states = [*map(_part_of, stage.parameters()), *stage.log.states.values()]
         if self.step is None:
             load_hf(self.path, self.cfg, states, ctx)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger, warn_on_rank_0
 from megalite.core.options.rates import describe_warmup
-from megalite.core.parts.ffn.routing_figures import ExpertWatch
+from megalite.core.parts.ffn.experts.routing_figures import ExpertWatch
 from megalite.core.rows import MAX_WEIGHT
 from megalite.core.step import StepResult, train_step
 from megalite.runtime.base.collector import PeriodicCollector

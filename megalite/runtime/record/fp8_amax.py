@@ -17,7 +17,7 @@ from megalite.core.base.log import warn_on_rank_0
 from megalite.core.engine import Engine
 from megalite.core.mesh import collectives
 from megalite.core.model.parameters import param_map
-from megalite.core.tensor_parallel.products import Fp8GroupedProducts, Fp8Products
+from megalite.core.parts.quant.fp8_products import Fp8GroupedProducts, Fp8Products
 from megalite.runtime.loop.spike import ENOUGH, WINDOW
 from megalite.runtime.options.run import Config
 

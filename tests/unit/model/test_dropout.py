@@ -15,7 +15,7 @@ from megalite.core.ops import resolve
 from megalite.core.ops.dropout import keep_mask
 from megalite.core.parts.context.blocks import BlockAttention
 from megalite.core.parts.context.ring import Ring
-from megalite.core.parts.mixers.attention import Attention
+from megalite.core.parts.mixers.gqa.attention import Attention
 from tests.unit.model.test_layers import layers_of, tiny
 
 ALONE = Axis("own")

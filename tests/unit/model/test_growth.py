@@ -26,7 +26,7 @@ from megalite.core.ops import Ops, delta_rule
 from megalite.core.options.update_rule import RULES
 from megalite.core.parts.context import blocks
 from megalite.core.parts.families import FAMILIES
-from megalite.core.parts.ffn.routing import Router
+from megalite.core.parts.ffn.experts.routing import Router
 from megalite.core.rows import Rows
 from megalite.core.step import train_step
 from megalite.extras.estimate.rank import plausible_status

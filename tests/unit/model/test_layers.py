@@ -17,7 +17,7 @@ from megalite.core.model.layers import Layers
 from megalite.core.model.parameters import param_map
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.rope import SCALING_FIELDS, RopeScaling
-from megalite.core.parts.mixers.attention import Attention
+from megalite.core.parts.mixers.gqa.attention import Attention
 from megalite.core.sharding import Layout
 from megalite.core.tensor_parallel.linear import WgradQueue
 

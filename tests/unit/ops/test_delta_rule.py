@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megalite.core.ops import delta_rule
 from megalite.core.ops.causal_conv import causal_conv
 from megalite.core.ops.delta_rule import gated_delta_rule, gated_delta_transition, recurrent
-from megalite.core.parts.mixers import delta_slices
+from megalite.core.parts.mixers.delta_net import delta_slices
 
 # Around the ends of chunks of 64 tokens, and less than one.
 LENGTHS = (1, 64, 65, 200)

@@ -15,7 +15,6 @@ import torch
 
 from megalite.core.base.errors import UserError
 from megalite.core.parts.quant.fp8 import (
-    FORMATS,
     Codes,
     _cuda_scale,
     amaxes,
@@ -23,8 +22,8 @@ from megalite.core.parts.quant.fp8 import (
     emulated_product,
     quantize,
     scaled_product,
-    select,
 )
+from megalite.core.parts.quant.fp8_products import FORMATS, select
 from megalite.core.parts.quant.fp8_recipes import RECIPES
 
 CASES = [
@@ -235,7 +234,8 @@ assert torch.equal(fused_quantize(x.abs().zero_(), (1, 32), FORMATS["e4m3"], Tru
 FUSED = """
 import torch
 from megalite.core.ops import resolve
-from megalite.core.parts.quant.fp8 import fused_quantize, noted, select
+from megalite.core.parts.quant.fp8 import fused_quantize, noted
+from megalite.core.parts.quant.fp8_products import select
 
 ops = resolve("triton", "cpu", torch.bfloat16)
 generator = torch.Generator().manual_seed(1)

@@ -12,7 +12,8 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.shares import GradKind, Sharding
-from megalite.core.parts.quant.fp8 import Codes, quantize, select
+from megalite.core.parts.quant.fp8 import Codes, quantize
+from megalite.core.parts.quant.fp8_products import select
 from megalite.core.sharding import Layout, ParamSpec, Shard
 from megalite.core.sharding.parameter import ShardedParameter
 from tests.workers import WorkerPool

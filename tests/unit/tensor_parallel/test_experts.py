@@ -14,11 +14,12 @@ from megalite.core.batch import ForwardPass
 from megalite.core.mesh.context import Axis
 from megalite.core.ops import grouped
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.ffn import dispatch
-from megalite.core.parts.ffn.dispatch import DISPATCHES
-from megalite.core.parts.ffn.moe import MoELayer
-from megalite.core.parts.ffn.routing import Router
-from megalite.core.parts.quant.fp8 import select
+from megalite.core.parts.ffn.experts import dispatch
+from megalite.core.parts.ffn.experts.dispatch import DISPATCHES
+from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear
+from megalite.core.parts.ffn.experts.moe import MoELayer
+from megalite.core.parts.ffn.experts.routing import Router
+from megalite.core.parts.quant.fp8_products import select
 from megalite.core.parts.quant.fp8_recipes import RECIPES
 from tests.parity.jobs import init_parameters
 from tests.unit.model.test_layers import layers_of
@@ -120,8 +121,9 @@ def test_grouped_products(backend: str, sizes: list[int]) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8_products_of_each_expert(recipe: str) -> None:
     """Codes and scales are those of each expert's own rows and matrix."""
-    layers = replace(layers_of(model(num_experts=5, moe_ffn_size=24)), fp8=select(recipe, range(1), CPU, emulate=True))
-    linear = layers.experts("layers.0.mlp.experts.down_proj")
+    quant = select(recipe, range(1), CPU, emulate=True)
+    layers = replace(layers_of(model(num_experts=5, moe_ffn_size=24)), quant=quant)
+    linear = GroupedLinear(layers, "layers.0.mlp.experts.down_proj")
     init_parameters(linear, 1)
     linear.weight.main_grad = torch.full((5, 16, 24), torch.nan)
     x, dy = torch.randn(24, 24), torch.randn(24, 16) * torch.logspace(-3, 0, 24)[:, None]

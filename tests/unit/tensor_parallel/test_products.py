@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from megalite.core.mesh import collectives
-from megalite.core.parts.quant import fp8
+from megalite.core.parts.quant import fp8, fp8_products
+from megalite.core.parts.quant.fp8_products import Fp8Products
 from megalite.core.parts.quant.fp8_recipes import RECIPES, Recipe
 from megalite.core.sharding import ParamSpec, Shard
 from megalite.core.step import to_microbatches, to_rows
-from megalite.core.tensor_parallel import products
-from megalite.core.tensor_parallel.products import Fp8Products
 from megalite.extras.plan.memory.fp8 import code_bytes
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
@@ -182,20 +181,20 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
         patch.setattr(fp8, "scales", lambda *args: scales(*args) / 1.5)
         patch.setattr(torch.Tensor, "clamp_", lambda self, low, high: self.masked_fill_(self.abs() > high, torch.nan))
     elif fault == "E5M2 weights":
-        codes = fp8.Fp8.codes
+        codes = fp8_products.Fp8.codes
 
         def wrong(self: Any, x: torch.Tensor, dims: str, amax: torch.Tensor | None = None) -> fp8.Codes:
             return quantize_e5m2(x, self) if "N" not in dims else codes(self, x, dims, amax)
 
-        patch.setattr(fp8.Fp8, "codes", wrong)
+        patch.setattr(fp8_products.Fp8, "codes", wrong)
     elif fault == "floor":
         patch.setattr(torch.Tensor, "to", floor_to(torch.Tensor.to))
     elif fault == "amax of this rank":
         local = SimpleNamespace(all_reduce=lambda *args: collectives.FinishedWork(), MAX=None)
-        patch.setattr(products, "collectives", local)
+        patch.setattr(fp8_products, "collectives", local)
 
 
-def quantize_e5m2(x: torch.Tensor, settings: fp8.Fp8) -> fp8.Codes:
+def quantize_e5m2(x: torch.Tensor, settings: fp8_products.Fp8) -> fp8.Codes:
     return fp8.quantize(x, settings.recipe.weight, torch.float8_e5m2, settings.recipe.power_of_2)
 
 
@@ -247,7 +246,7 @@ def test_bytes_of_codes_are_planned(recipe: str) -> None:
 def test_weights_are_quantized_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve products per block and micro-batch; none of embedding, head and kept blocks; two codes of a weight."""
     counts = {"product": 0, "weights": 0, "operands": 0}
-    product, codes = fp8.emulated_product, fp8.Fp8.codes
+    product, codes = fp8.emulated_product, fp8_products.Fp8.codes
 
     def counted_product(*args: Any, **options: Any) -> torch.Tensor:
         counts["product"] += 1
@@ -258,7 +257,7 @@ def test_weights_are_quantized_once_per_step(monkeypatch: pytest.MonkeyPatch) ->
         return codes(self, x, dims, amax)
 
     monkeypatch.setattr(fp8, "emulated_product", counted_product)
-    monkeypatch.setattr(fp8.Fp8, "codes", counted_codes)
+    monkeypatch.setattr(fp8_products.Fp8, "codes", counted_codes)
     model = jobs.llama(4, **{**SMALL, "seq_len": 16})
     cfg = jobs.make_config(model, fp8="rowwise", fp8_emulate=True, fp8_keep_bf16=1)
     engine = jobs.start(0, cfg, 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megalite
-from megalite.core.parts.ffn.routing_figures import ExpertWatch, RoutingFigures, routing_figures
+from megalite.core.parts.ffn.experts.routing_figures import ExpertWatch, RoutingFigures, routing_figures
 from tests.parity.jobs import llama
 from tests.unit.train.test_api import SIZES, Mine
 

@@ -1,8 +1,4 @@
-"""The feed-forward layers by name; one file describes each."""
+"""The feed-forward layers: every module or package here with a `FEED_FORWARD` is one, under its `name`.
 
-from megalite.core.model.kinds import FeedForward
-from megalite.core.parts.ffn.dense import DenseMLP
-from megalite.core.parts.ffn.routed import MoE
-
-FEED_FORWARDS: dict[str, FeedForward] = {"mlp": DenseMLP(), "moe": MoE()}
-"""Name (`BlockKind.feed_forward`) -> feed-forward layer."""
+What a package says of itself is read without torch; its layer is in a module beside it.
+"""

@@ -1,9 +1,4 @@
-"""The mixers by name; one file describes each."""
+"""The mixers: every module or package here with a `MIXER` is one, under its own name.
 
-from megalite.core.model.kinds import Mixer
-from megalite.core.parts.mixers.delta_net import DeltaNet
-from megalite.core.parts.mixers.gqa import GroupedQueryAttention
-from megalite.core.parts.mixers.mla import LatentAttention
-
-MIXERS: dict[str, Mixer] = {"gqa": GroupedQueryAttention(), "mla": LatentAttention(), "delta_net": DeltaNet()}
-"""Name (`BlockKind.mixer`) -> mixer."""
+What a package says of itself is read without torch; its layer is in a module beside it.
+"""

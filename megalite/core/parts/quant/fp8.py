@@ -22,28 +22,14 @@ Sources: Micikevicius et al. 2022 (formats); DeepSeek-V3, section 3.3 (blocks of
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.core.base.errors import UserError
-from megalite.core.parts.quant.fp8_recipes import RECIPES, Recipe
 
-if TYPE_CHECKING:
-    from megalite.core.ops.choose import Ops
-
-# Functions whose results are multiplied, by op.
-NOTING = {
-    "rmsnorm": ("rmsnorm", "add_rmsnorm"),
-    "layernorm": ("layernorm", "add_layernorm"),
-    "glu": ("swiglu", "geglu"),
-}
-FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # Smaller scales have no reciprocal in fp32.
 _SMALLEST = 2.0**-126
 
@@ -181,96 +167,7 @@ def _cuda_scale(x: Codes) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).to(torch.float8_e8m0fnu).flatten()
 
 
-def _with_codes(function: Callable[..., Any], codes: Callable[..., Codes], *args: Any) -> Any:
-    """Torch reference of the functions that write codes: one after the other."""
-    out = function(*args)
-    y = out[0] if isinstance(out, tuple) else out
-    y.fp8_codes = codes(y.detach().flatten(0, -2), "NI")[:2]
-    return out
-
-
 def noted(x: Tensor, block: tuple[int, int]) -> Codes | None:
     """Return the codes that are noted with a tensor, and forget them; None if there are none."""
     held = vars(x).pop("fp8_codes", None)
     return None if held is None else Codes(held[0], held[1], block)
-
-
-@dataclass(frozen=True)
-class Fp8:
-    """A recipe, and the functions that carry it out.
-
-    Attributes:
-        recipe: what shares a scale.
-        layers: blocks that it applies to.
-        quantize, product: implementations of the module's functions.
-        wide_wgrad: whether weight gradients come out in fp32; else in the type of the activations.
-        notes: whether norms and activations may note codes, see `noting`.
-    """
-
-    recipe: Recipe
-    layers: range
-    quantize: Callable[..., Codes]
-    product: Callable[..., Tensor]
-    wide_wgrad: bool
-    notes: bool = True
-
-    def codes(self, x: Tensor, dims: str, amax: Tensor | None = None) -> Codes:
-        """Quantize an operand [rows, contracted]; for `dims` see `block`."""
-        grad = "N" in dims and "O" in dims
-        dtype = FORMATS[self.recipe.grad_format if grad else "e4m3"]
-        return self.quantize(x, self.block(dims), dtype, self.recipe.power_of_2, amax)
-
-    def noting(self, ops: Ops) -> Ops:
-        """Return ops whose norms and gated activations quantize what they return, for the product that reads it.
-
-        The codes are those of `codes`, noted as `fp8_codes`. Triton writes them in the same kernel: 1 byte per element
-        instead of 2 read and 1 written. Scales of whole rows or tensors are not noted: other ranks may decide them.
-        """
-        rows, group = self.recipe.activation
-        changes: dict[str, Any] = {}
-        backends = {choice.op: choice.backend for choice in ops.choices}
-        for op, names in NOTING.items() if self.notes and rows == 1 and group else ():
-            for name in names:
-                if backends[op] == "triton":
-                    changes[name] = partial(getattr(ops, name), group=group)
-                elif self.product is emulated_product:
-                    changes[name] = partial(_with_codes, getattr(ops, name), self.codes)
-        return replace(ops, **changes)
-
-    def block(self, dims: str) -> tuple[int, int]:
-        """Return what shares a scale; `dims`: the letters N (tokens), I, O of rows and columns. Weights have no N."""
-        return self.recipe.activation if "N" in dims else self.recipe.weight
-
-
-def why_not(name: str, device: torch.device) -> str | None:
-    """Return why a device cannot multiply by this recipe, or None."""
-    capabilities = RECIPES[name].capabilities
-    needed = " or ".join(f"{major}.{minor}" for major, minor in capabilities)
-    if device.type != "cuda":
-        return f"needs a GPU of compute capability {needed}, not {device.type}"
-    if (here := torch.cuda.get_device_capability(device)) not in capabilities:
-        return f"needs compute capability {needed}, not {here[0]}.{here[1]}"
-    return None
-
-
-def select(name: str, layers: range, device: torch.device, emulate: bool, notes: bool = True) -> Fp8 | None:
-    """Return the functions of `--fp8 NAME`; None for off.
-
-    Raises:
-        UserError: the device cannot, and `emulate` does not ask for less.
-    """
-    if name == "off":
-        return None
-    wide = name != "rowwise"
-    if emulate:
-        return Fp8(RECIPES[name], layers, quantize, emulated_product, wide, notes)
-    if reason := why_not(name, device):
-        able = [other for other in RECIPES if why_not(other, device) is None]
-        others = f"use --fp8 {' or '.join(able)}, or " if able else ""
-        raise UserError(
-            f"--fp8 {name}", reason, f"{others}add --fp8-emulate (its values, slower than bf16), or drop it"
-        )
-    triton_kernels("fp8")  # missing: not in the middle of the first step
-    # cuBLAS takes blocks of 128 on Hopper alone.
-    ours = name == "blockwise" and torch.cuda.get_device_capability(device) != (9, 0)
-    return Fp8(RECIPES[name], layers, fused_quantize, block_product if ours else scaled_product, wide, notes)

@@ -14,7 +14,8 @@ import torch
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis
 from megalite.core.optim.shares import ParamShare
-from megalite.core.parts.quant.fp8 import Codes, Fp8, amaxes, scales
+from megalite.core.parts.quant.fp8 import Codes, amaxes, scales
+from megalite.core.parts.quant.fp8_products import Fp8
 
 
 class WeightCodes:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
 from megalite.core.model.saved import SavedTensor, element_size, inside, residual_bytes, residual_rows, tokens
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.context_parallel import choose_comm, head_ranks
-from megalite.core.parts.ffn import FEED_FORWARDS
-from megalite.core.parts.mixers import MIXERS
 from megalite.runtime.options.run import Config
 
 

@@ -13,11 +13,11 @@ from functools import lru_cache
 from operator import add, mul
 
 from megalite.core.mesh.grid import Grid
+from megalite.core.model.kinds import FEED_FORWARDS
 from megalite.core.model.partition import blocks_by_kind
 from megalite.core.model.saved import element_size, residual_bytes, tokens
 from megalite.core.options.choices import BlockKind
-from megalite.core.parts.ffn import FEED_FORWARDS
-from megalite.core.parts.ffn.routed import rows_combined
+from megalite.core.parts.ffn.experts import rows_combined
 from megalite.core.parts.memory.offload_memory import offloaded_bytes, sent_blocks
 from megalite.core.parts.schedules.choose import name_of
 from megalite.core.parts.schedules.steady import extend, sample_sizes

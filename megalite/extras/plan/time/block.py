@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import add
 
+from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
 from megalite.core.model.partition import block_work
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.ffn import FEED_FORWARDS
-from megalite.core.parts.mixers import MIXERS
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.time.context import Context, waiting
 from megalite.extras.plan.time.rates import Rates

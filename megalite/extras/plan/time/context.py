@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megalite.core.model.kinds import MIXERS
 from megalite.core.model.partition import block_work
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.context_parallel import choose_comm, head_ranks
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.mixers import MIXERS
 from megalite.extras.plan.time.rates import Rates
 from megalite.runtime.options.run import Config
 

@@ -19,7 +19,7 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.optim.gather_chain import GatherChain
 from megalite.core.options.parallel import ParallelConfig
-from megalite.core.parts.ffn.routing import Router
+from megalite.core.parts.ffn.experts.routing import Router
 from megalite.core.step import eval_step
 from megalite.extras.estimate.match import find_faults
 from megalite.extras.estimate.rank import plausible_status, run_step

@@ -1,4 +1,4 @@
-"""Grouped-query attention (Ainslie et al. 2023), heads split over tensor-parallel ranks; see attention.py."""
+"""Grouped-query attention (Ainslie et al. 2023), heads split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class GroupedQueryAttention(Mixer):
     """qkv_proj -> q/k norm -> rope -> scaled dot product -> o_proj, with an optional window and cap of scores."""
 
+    feeds_one_product = True
+
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
         hidden = cfg.hidden_size
         q = cfg.num_heads * cfg.head_size
@@ -40,7 +42,7 @@ class GroupedQueryAttention(Mixer):
         return [*qkv, *norms, *linear(f"{name}.o_proj", hidden, q, 1, bias=cfg.o_bias, std=out_std(cfg))]
 
     def module(self, layers: Layers, index: int, recompute_core: bool) -> nn.Module:
-        from megalite.core.parts.mixers.attention import Attention
+        from megalite.core.parts.mixers.gqa.attention import Attention
 
         return Attention(layers, index, recompute_core)
 
@@ -130,3 +132,6 @@ def _qk_norms(cfg: ModelConfig, name: str, q: int, kv: int) -> list[ParamSpec]:
 def _packed(cfg: StepConfig, name: str = "queries, keys and values") -> SavedTensor:
     m = cfg.model
     return inside(cfg, name, element_size(cfg) * (m.num_heads + 2 * m.kv_heads) * m.head_size)
+
+
+MIXER = GroupedQueryAttention()

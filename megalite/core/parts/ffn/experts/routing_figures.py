@@ -45,7 +45,7 @@ def routing_sums(engine: Engine[StepConfig]) -> list[torch.Tensor]:
     cfg, ctx = engine.cfg, engine.ctx
     # Without sequence parallelism, the ranks of tp have routed the same tokens.
     speaks = cfg.sequence_parallel or ctx.tp.rank == 0
-    logs = [stage.routing.by_layer() for stage in engine.stages.values()] if speaks else []
+    logs = [stage.log.by_layer() for stage in engine.stages.values()] if speaks else []
     here = {layer: sums for log in logs for layer, sums in log.items()}
     nothing = torch.zeros(2 + (cfg.model.num_experts or 0), dtype=torch.float64, device=ctx.device)
     return [here.get(layer, nothing) for layer in layers_with_experts(cfg.model)]
@@ -77,7 +77,7 @@ def move_biases(engine: Engine[StepConfig], figures: RoutingFigures | None) -> N
         return
     by_layer = dict(zip(figures.layers, figures.tokens))
     for stage in engine.stages.values():
-        for layer, bias in stage.routing.biases.items():
+        for layer, bias in stage.log.states.items():
             counts = by_layer[layer]
             move = (counts.mean() - counts).sign() * m.moe_router_bias_update_rate
             bias.flat.add_(move.to(bias.flat))

@@ -1,5 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), heads split over tensor-parallel ranks; see
-core/parts/mixers/latent_attention.py.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), heads split over tensor-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LatentAttention(Mixer):
         ]
 
     def module(self, layers: Layers, index: int, recompute_core: bool) -> nn.Module:
-        from megalite.core.parts.mixers.latent_attention import LatentAttentionLayer
+        from megalite.core.parts.mixers.mla.latent_attention import LatentAttentionLayer
 
         return LatentAttentionLayer(layers, index, recompute_core)
 
@@ -113,3 +113,6 @@ def _down(cfg: ModelConfig, name: str, width: int) -> list[ParamSpec]:
     shape = (width, cfg.hidden_size)
     weight = ParamSpec(f"{name}.weight", shape, std=cfg.init_std, matrix=True, partial=("sequence",))
     return [weight, vector(f"{name}.bias", width, "zeros")] if cfg.qkv_bias else [weight]
+
+
+MIXER = LatentAttention()

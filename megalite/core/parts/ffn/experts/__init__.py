@@ -1,4 +1,4 @@
-"""A mixture of experts: each token goes to some of many MLPs, which ranks share; see core/parts/ffn/moe.py."""
+"""A mixture of experts: each token goes to some of many MLPs, which ranks share; see core/parts/ffn/experts/moe.py."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 class MoE(FeedForward):
     """router -> top k of the experts, each like the dense MLP, weighed and summed; plus the shared expert."""
+
+    name = "moe"
 
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
         assert cfg.num_experts is not None
@@ -111,7 +113,7 @@ class MoE(FeedForward):
         return (3 if cfg.gated else 2) * width + 2 * cfg.moe_topk * cfg.hidden_size
 
     def module(self, layers: Layers, index: int) -> nn.Module:
-        from megalite.core.parts.ffn.moe import MoELayer
+        from megalite.core.parts.ffn.experts.moe import MoELayer
 
         return MoELayer(layers, index)
 
@@ -146,3 +148,6 @@ def rows_received(cfg: StepConfig) -> int:
 def _router(cfg: ModelConfig, name: str, out: int) -> ParamSpec:
     """Declare a matrix on the residual stream: every rank holds all of it, and sees a part of the sequence."""
     return ParamSpec(name, (out, cfg.hidden_size), std=cfg.init_std, readout=True, partial=("sequence",))
+
+
+FEED_FORWARD = MoE()

@@ -1,4 +1,4 @@
-"""Grouped-query self-attention, heads sharded over tensor-parallel ranks: the module of core/parts/mixers/gqa.py.
+"""Grouped-query self-attention, heads sharded over tensor-parallel ranks.
 
 Shapes: S sequence, B micro-batch, H hidden, N local query heads, G local key/value heads, D head size.
 """
@@ -109,6 +109,7 @@ class QKNorm(nn.Module):
         self.rmsnorm = layers.ops.rmsnorm
         self.tp = layers.tp
         self.zero_centered = layers.cfg.zero_centered_norm
+        self.uncompiled = () if self.per_head else ("forward",)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize local queries or keys of all heads, [S, B, heads D]; the result has the same shape."""

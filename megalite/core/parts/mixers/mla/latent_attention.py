@@ -1,4 +1,4 @@
-"""Multi-head latent attention, heads sharded over tensor-parallel ranks: the module of core/parts/mixers/mla.py.
+"""The layer of multi-head latent attention, heads sharded over tensor-parallel ranks.
 
 Every rank makes the latents, with sequence parallelism of its shard of the sequence, from which they are gathered: they
 are narrower than hidden states.
@@ -33,6 +33,8 @@ class LatentAttentionLayer(nn.Module):
         recompute_core: recompute heads of keys and values, rope and the dot product in backward instead of keeping
             what they save.
     """
+
+    uncompiled = ("enter",)
 
     def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 """Gated delta nets (Yang et al. 2024, arXiv:2412.06464, figure 1, as in Qwen3-Next), key heads split over
-tensor-parallel ranks; see core/parts/mixers/delta_net_layer.py.
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megalite.core.model.saved import SavedTensor, element_size, inside, tokens
 from megalite.core.model.specs import linear, out_std
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.step import StepConfig
-from megalite.core.parts.mixers.delta_slices import heads_at_once, products_work, transition_work, work_bytes
+from megalite.core.parts.mixers.delta_net.delta_slices import heads_at_once, products_work, transition_work, work_bytes
 from megalite.core.sharding import ParamSpec
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class DeltaNet(Mixer):
         ]
 
     def module(self, layers: Layers, index: int, recompute_core: bool) -> nn.Module:
-        from megalite.core.parts.mixers.delta_net_layer import DeltaNetLayer
+        from megalite.core.parts.mixers.delta_net.delta_net_layer import DeltaNetLayer
 
         return DeltaNetLayer(layers, index, recompute_core)
 
@@ -151,3 +151,6 @@ def _features(cfg: ModelConfig) -> int:
 def _conv(cfg: ModelConfig) -> int:
     assert cfg.linear_conv_kernel_dim is not None
     return cfg.linear_conv_kernel_dim
+
+
+MIXER = DeltaNet()

@@ -1,4 +1,4 @@
-"""The dense feed-forward layer, inner features sharded over tensor-parallel ranks: the module of dense.py."""
+"""The dense feed-forward layer, inner features sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 

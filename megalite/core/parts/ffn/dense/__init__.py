@@ -1,4 +1,4 @@
-"""The dense MLP, gated or plain, inner features split over tensor-parallel ranks; see core/parts/ffn/mlp.py."""
+"""The dense MLP, gated or plain, inner features split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class DenseMLP(FeedForward):
     """gate_up_proj -> activation -> down_proj, or up_proj -> activation -> down_proj."""
 
+    name = "mlp"
+    feeds_one_product = True
+
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
         return mlp_specs(cfg, name, cfg.ffn_size)
 
@@ -34,7 +37,7 @@ class DenseMLP(FeedForward):
         return (3 if cfg.gated else 2) * cfg.ffn_size
 
     def module(self, layers: Layers, index: int) -> nn.Module:
-        from megalite.core.parts.ffn.mlp import MLP
+        from megalite.core.parts.ffn.dense.mlp import MLP
 
         return MLP(layers, f"layers.{index}.mlp")
 
@@ -47,3 +50,6 @@ def mlp_specs(cfg: ModelConfig, name: str, ffn: int) -> list[ParamSpec]:
     else:
         first = linear(f"{name}.up_proj", ffn, hidden, 0, bias=bias, std=cfg.init_std)
     return [*first, *linear(f"{name}.down_proj", hidden, ffn, 1, bias=bias, std=out_std(cfg))]
+
+
+FEED_FORWARD = DenseMLP()

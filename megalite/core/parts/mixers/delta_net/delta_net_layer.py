@@ -1,6 +1,6 @@
-"""A gated delta net, key heads sharded over tensor-parallel ranks: the module of core/parts/mixers/delta_net.py.
+"""The layer of a gated delta net, key heads sharded over tensor-parallel ranks.
 
-Ranks of cp work on pieces of samples, and tell each other what those make of a state: core/parts/mixers/pieces.py.
+Ranks of cp work on pieces of samples, and tell each other what those make of a state: pieces.py.
 
 Shapes: S sequence, B micro-batch, H hidden, G local key heads with R value heads each, K and V their sizes, C features
 of the convolution, (2 K + R V) of each key head.
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite.core.batch import Documents, ForwardPass
 from megalite.core.model.layers import Layers, Norm, Rope
-from megalite.core.parts.mixers import pieces
+from megalite.core.parts.mixers.delta_net import pieces
 
 
 class DeltaNetLayer(nn.Module):
@@ -28,6 +28,9 @@ class DeltaNetLayer(nn.Module):
         index: global index of the block.
         recompute_core: recompute all between the two projections in backward instead of keeping what it saves.
     """
+
+    # Its chunks would be unrolled.
+    uncompiled = ("forward",)
 
     def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A layer of experts: the module of core/parts/ffn/routed.py.
+"""A layer of experts.
 
 Experts see the tokens of all ranks that share them (`tensor_parallel.dispatch`). Where each is cut over tp like a dense
 MLP, its tp ranks first bring their tokens together: with sequence parallelism by gathering the shards, after they are
@@ -16,14 +16,17 @@ from megalite.core.batch import ForwardPass
 from megalite.core.mesh.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence, start_all_gather
 from megalite.core.mesh.context import Axis
 from megalite.core.model.layers import Layers
-from megalite.core.parts.ffn.dispatch import DISPATCHES, Dispatch
-from megalite.core.parts.ffn.grouped_linear import WideLinear
-from megalite.core.parts.ffn.mlp import MLP
-from megalite.core.parts.ffn.routing import Router, Routing
+from megalite.core.parts.ffn.dense.mlp import MLP
+from megalite.core.parts.ffn.experts.dispatch import DISPATCHES, Dispatch
+from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear, WideLinear
+from megalite.core.parts.ffn.experts.routing import Router, Routing
 
 
 class MoELayer(nn.Module):
     """Routed experts, and a shared one that sees every token, over x_SBH (x_sBH)."""
+
+    # The numbers of rows change with every micro-batch.
+    uncompiled = ("forward",)
 
     def __init__(self, layers: Layers, index: int) -> None:
         super().__init__()
@@ -31,7 +34,7 @@ class MoELayer(nn.Module):
         self.router, self.experts = Router(layers, index), Experts(layers, f"{name}.experts")
         self.shared_expert = MLP(layers, f"{name}.shared_expert") if cfg.moe_shared_ffn_size else None
         gated = cfg.moe_shared_gate
-        self.shared_expert_gate = WideLinear(**layers.wide(f"{name}.shared_expert_gate")) if gated else None
+        self.shared_expert_gate = WideLinear(layers, f"{name}.shared_expert_gate") if gated else None
 
     def forward(self, x_SBH: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
         """Transform every token; the result has the shape of x."""
@@ -56,16 +59,16 @@ class Experts(nn.Module):
         self.num_experts = cfg.num_experts
         self.ep = layers.ep
         if self.gated:
-            self.gate_up_proj = layers.experts(f"{name}.gate_up_proj")
+            self.gate_up_proj = GroupedLinear(layers, f"{name}.gate_up_proj")
         else:
-            self.up_proj = layers.experts(f"{name}.up_proj")
+            self.up_proj = GroupedLinear(layers, f"{name}.up_proj")
         self.activation = cfg.activation_kind.make(layers.ops)
-        self.down_proj = layers.experts(f"{name}.down_proj")
+        self.down_proj = GroupedLinear(layers, f"{name}.down_proj")
         cut = self.down_proj.weight.shard.layout.grid["tp"] > 1
         self.tp, self.sequence_parallel = layers.tp if cut else Axis("tp"), layers.sequence_parallel
         self.weigh_inputs = cfg.moe_apply_probs_on_input
         self.name = name
-        self.log = layers.routing
+        self.log = layers.log
         self.most_rows = layers.most_rows
         self.dispatch = DISPATCHES[layers.dispatch]
 

@@ -23,8 +23,8 @@ from megalite.core.batch import ForwardPass
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis
 from megalite.core.model.layers import Layers
-from megalite.core.parts.ffn.dispatch import count
-from megalite.core.parts.ffn.grouped_linear import WideLinear
+from megalite.core.parts.ffn.experts.dispatch import count
+from megalite.core.parts.ffn.experts.grouped_linear import WideLinear
 
 
 class _WithLoss(torch.autograd.Function):
@@ -68,11 +68,11 @@ class Router(WideLinear):
     """
 
     def __init__(self, layers: Layers, index: int) -> None:
-        super().__init__(**layers.wide(f"layers.{index}.mlp.router"))
+        super().__init__(layers, f"layers.{index}.mlp.router")
         cfg = layers.cfg
         assert cfg.num_experts is not None
         self.index = index
-        self.log = layers.routing
+        self.log = layers.log
         self.num_experts = cfg.num_experts
         self.k = cfg.moe_topk
         self.renormalize, self.z_coeff = cfg.moe_renormalize, cfg.moe_z_loss_coeff
@@ -80,7 +80,7 @@ class Router(WideLinear):
         self.groups, self.best_groups = cfg.moe_router_num_groups, cfg.moe_router_group_topk
         self.choice_bias = None
         if cfg.moe_router_enable_expert_bias:
-            state = layers.routing.biases[index] = layers.buffer(f"layers.{index}.mlp.router.bias")
+            state = layers.log.states[index] = layers.buffer(f"layers.{index}.mlp.router.bias")
             self.choice_bias = state.flat
         self.by_sequence = cfg.moe_router_load_balancing_type == "seq_aux_loss"
         self.aux_coeff = 0.0 if cfg.moe_router_load_balancing_type == "none" else cfg.moe_aux_loss_coeff

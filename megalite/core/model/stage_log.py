@@ -1,4 +1,4 @@
-"""What the routers of a stage have done in a step: choices that recomputation repeats, and sums for the metrics."""
+"""What the layers of a stage note in a step: choices that recomputation repeats, and sums for the metrics."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ Key = tuple[int, int]
 """Index of a layer, and of a micro-batch."""
 
 
-class RoutingLog:
+class StageLog:
     """The log of one stage and step.
 
     Attributes:
-        choices: experts chosen in a forward pass that is to be repeated, int64 [T, K].
-        sums: what this rank's tokens add to [T_u x balance loss, z-loss, tokens of each expert], fp64 [2 + E];
-            the losses as they are in the objective, but for their coefficients.
-        biases: of every router that has one, by layer; they stay from step to step.
+        choices: what a forward pass that is to be repeated has chosen (ids of experts).
+        sums: what this rank's tokens add to the figures of a layer, fp64 [n].
+        states: what layers keep from step to step beside parameters, by layer.
         recomputing: whether a forward pass repeats an earlier one.
         remembers: whether every forward pass will be repeated: its choices are kept until then.
-        warned: whether it has been said that experts have more rows than memory is planned for.
+        warned: whether it has been said that a layer takes more memory than is planned for.
     """
 
     def __init__(self) -> None:
         self.choices: dict[Key, torch.Tensor] = {}
         self.sums: dict[Key, torch.Tensor] = {}
-        self.biases: dict[int, StateTensor] = {}
+        self.states: dict[int, StateTensor] = {}
         self.recomputing = self.remembers = self.warned = False
 
     def clear(self) -> None:

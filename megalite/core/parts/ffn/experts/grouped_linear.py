@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megalite.core.ops import Ops
+from megalite.core.model.layers import Layers
 from megalite.core.ops.grouped import groups, numbers
 from megalite.core.sharding.parameter import ShardedParameter
-from megalite.core.tensor_parallel.linear import WgradQueue
-from megalite.core.tensor_parallel.products import GroupedProducts
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -49,28 +47,24 @@ class GroupedLinear(nn.Module):
     """y = x_e W_e^T + b_e for the rows of each expert e of this rank: [R, I] -> [R, O].
 
     Args:
-        weight: local weights, [experts, out, in] of this rank.
-        bias: their biases, [experts, out], or None.
-        queue: weight-gradient queue of the pipeline stage.
-        products: its three products.
+        layers: makes the layers of this stage.
+        name: global name; its weights are [experts, out, in] of this rank, their biases, if declared, [experts, out].
+
+    Attributes:
         adds_bias: whether the bias is added here: of ranks whose outputs are summed, one adds it. Its gradient is whole
             on each of them.
     """
 
-    def __init__(
-        self,
-        weight: ShardedParameter,
-        bias: ShardedParameter | None,
-        queue: WgradQueue,
-        products: GroupedProducts,
-        adds_bias: bool = True,
-    ) -> None:
+    def __init__(self, layers: Layers, name: str) -> None:
         super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.queue = queue
-        self.products = products
-        self.adds_bias = adds_bias
+        spec = layers.specs[f"{name}.weight"]
+        self.weight = layers.matrix(f"{name}.weight")
+        self.bias = layers.bias(name)
+        self.queue = layers.queue
+        self.products = layers.grouped_products(spec)
+        # Outputs of experts that are cut along their input are summed over tp.
+        summed = self.weight.shard.layout.grid["tp"] > 1 and ("tp", 2) in spec.sharded_dims
+        self.adds_bias = not summed or layers.tp.rank == 0
 
     def forward(self, x_RI: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Multiply; `sizes` holds the number of rows of each expert."""
@@ -105,17 +99,20 @@ class _WideLinear(torch.autograd.Function):
 class WideLinear(nn.Module):
     """y = scale x W^T + b in fp32 whatever the types of x [..., I], W [O, I] and b are, W and b on every rank: routers
     and gates.
+
+    Args:
+        layers: makes the layers of this stage.
+        name: global name of weight and bias.
     """
 
-    def __init__(
-        self, weight: ShardedParameter, bias: ShardedParameter | None, queue: WgradQueue, ops: Ops, scale: float
-    ) -> None:
+    def __init__(self, layers: Layers, name: str) -> None:
         super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.queue = queue
-        self.ops = ops
-        self.scale = scale
+        self.weight = layers.param(f"{name}.weight", True)
+        # Under the name of a bias that is no parameter, a router has a buffer.
+        self.bias = layers.bias(name) if layers.cfg.mlp_bias else None
+        self.queue = layers.queue
+        self.ops = layers.ops
+        self.scale = 1 / layers.cfg.width_multiplier
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; the result is fp32."""
