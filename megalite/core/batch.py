@@ -1,6 +1,6 @@
 """What passes through the stages together: the micro-batch with its positions and documents, and the pass it is on.
 
-Made once per step (`train.step.to_microbatches`); every stage reads the same description, and nothing of it is sent:
+Made once per step (`microbatches.to_microbatches`); every stage reads the same description, and nothing of it is sent:
 only tensors of the shape of `Message` are.
 Shapes: S tokens of a sample, B samples, F features.
 """

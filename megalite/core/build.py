@@ -44,6 +44,7 @@ from megalite.core.pipeline.p2p import Channel
 from megalite.core.pipeline.schedule import Placement
 from megalite.core.sharding import Layout
 from megalite.core.sharding.parameter import ShardedParameter
+from megalite.core.sums import COUNTERS
 from megalite.core.tensor_parallel.linear import ParallelLinear, WgradQueue
 from megalite.core.tensor_parallel.products import Quantization
 
@@ -76,7 +77,7 @@ def build_engine(cfg: _C, ctx: ParallelContext) -> Engine[_C]:
         # Parameters were made one by one before they moved into buckets.
         torch.cuda.empty_cache()
     fp16 = cfg.train.precision == "fp16"
-    return Engine(
+    engine = Engine(
         cfg=cfg,
         ctx=ctx,
         stages=stages,
@@ -87,6 +88,9 @@ def build_engine(cfg: _C, ctx: ParallelContext) -> Engine[_C]:
         scaler=LossScaler.of(cfg.optim, cfg.train.global_batch_size) if fp16 else LossScaler(),
         unit_weights=unit_weights,
     )
+    made = (make(engine) for make in COUNTERS.values())
+    engine.counters = [counter for counter in made if counter is not None]
+    return engine
 
 
 def resolve_ops(cfg: StepConfig, ctx: ParallelContext) -> Ops:

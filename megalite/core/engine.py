@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -13,6 +14,7 @@ from megalite.core.optim.unit_weights import UnitWeights
 from megalite.core.options.step import StepConfig
 from megalite.core.pipeline.executor import Executor
 from megalite.core.pipeline.schedule import Program, Schedule, build_schedule
+from megalite.core.sums import Counter
 
 C_co = TypeVar("C_co", bound=StepConfig, covariant=True)
 
@@ -29,6 +31,7 @@ class Engine(Generic[C_co]):
         eval_program: this rank's forward operations of that schedule.
         optimizer, scaler: optimizer and loss scale.
         unit_weights: gathers and releases weights where they are sharded.
+        counters: what parts count in a step.
     """
 
     cfg: C_co
@@ -40,6 +43,12 @@ class Engine(Generic[C_co]):
     optimizer: DistributedOptimizer
     scaler: LossScaler
     unit_weights: UnitWeights
+    counters: Sequence[Counter] = ()
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank computes losses."""
+        return any(stage.last for stage in self.stages.values())
 
     def schedule_of(self, num_microbatches: int) -> Schedule:
         """Return the schedule of a step with this many micro-batches per data-parallel rank."""

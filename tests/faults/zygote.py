@@ -248,10 +248,10 @@ def install(fault: dict[str, Any]) -> None:
     import numpy as np
     import torch
 
-    from megalite.core import step
     from megalite.core.pipeline import executor
     from megalite.core.rows import Rows
     from megalite.core.sharding.parameter import ShardedParameter
+    from megalite.core.sums import StepSums
     from megalite.runtime.checkpoint.snapshot import Snapshot
     from megalite.runtime.data import BatchLoader
     from megalite.runtime.loop import loop
@@ -360,13 +360,13 @@ def install(fault: dict[str, Any]) -> None:
         BatchLoader._sample = sample
         Rows.check_inputs = lambda self, what: self  # as if what computes with it were at fault
     elif place in ("spike", "overflow"):
-        real_sum = step.sum_over_world
-        factors = (10.0, 1.0) if place == "spike" else (1.0, float("nan"))
+        real_sum = StepSums.over_world
+        what, factor = ("loss", 10.0) if place == "spike" else ("squared norm", float("nan"))
 
-        def larger(engine: Any, loss_sum: Any, rows: Any, squared: Any = None, *rest: Any, **more: Any) -> Any:
-            if armed and squared is not None:
-                loss_sum, squared = loss_sum * factors[0], squared * factors[1]
-            return real_sum(engine, loss_sum, rows, squared, *rest, **more)
+        def larger(self: StepSums) -> Any:
+            if armed and "squared norm" in self._values:
+                self._values[what] *= factor
+            return real_sum(self)
 
         real_next = BatchLoader.next_batch
 
@@ -375,7 +375,7 @@ def install(fault: dict[str, Any]) -> None:
             arm(self.consumed_samples == at)
             return batch
 
-        BatchLoader.next_batch, step.sum_over_world = next_batch, larger
+        BatchLoader.next_batch, StepSums.over_world = next_batch, larger  # type: ignore[method-assign]
 
 
 def be_rank(job: dict[str, Any]) -> None:

@@ -54,14 +54,14 @@ def balanced(rank: int, cfgs: Sequence[Config], world: int, start: tuple[float, 
 
     The first experts' biases start from `start`, the others from 0.
     """
-    from megalite.core import step as steps
+    from megalite.core.parts.counters.routers import RoutingFigures
 
     out: list[Result] = []
     for engine in jobs.engines(cfgs, world):
         for state in engine.optimizer.beside:
             state.flat[: len(start)] = torch.tensor(start)
         counts: list[np.ndarray] = []
-        figures = steps.routing_figures
+        figures = RoutingFigures.of
 
         def noted(*args: Any, counts: list[np.ndarray] = counts, figures: Any = figures) -> Any:
             found = figures(*args)
@@ -69,7 +69,7 @@ def balanced(rank: int, cfgs: Sequence[Config], world: int, start: tuple[float, 
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(steps, "routing_figures", noted)
+            patch.setattr(RoutingFigures, "of", noted)
             first = jobs.run_steps(engine, 1)
             boxes = boxes_of(engine)
             rest = jobs.run_steps(engine, 2, first=2)
@@ -169,19 +169,18 @@ def test_experts_that_every_token_takes(pool: WorkerPool, start: tuple[float, ..
 
 def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> list[Result]:
     """`balanced`, wrong in one way."""
-    from megalite.core import step
     from megalite.core.model.stage_log import StageLog
-    from megalite.core.parts.ffn.experts import routing_figures as routing
+    from megalite.core.parts.counters.routers import Routers
 
-    move = routing.move_biases
+    move = Routers.after_update
 
-    def of_one_rank(engine: Any, figures: Any) -> None:
-        own = torch.stack(routing.routing_sums(engine))[:, 2:]
-        move(engine, figures._replace(tokens=own))
+    def of_one_rank(self: Any, figures: Any) -> None:
+        own = self.sums().view(len(figures.layers), -1)[:, 2:]
+        move(self, figures._replace(tokens=own))
 
-    def rounded(engine: Any, figures: Any) -> None:
-        move(engine, figures)
-        for state in engine.optimizer.beside:
+    def rounded(self: Any, figures: Any) -> None:
+        move(self, figures)
+        for state in self._engine.optimizer.beside:
             state.flat.copy_(state.flat.bfloat16())
 
     def again(self: StageLog, key: Any, choices: torch.Tensor, sums: torch.Tensor) -> None:
@@ -190,8 +189,8 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> lis
         self.sums[key] = 2 * sums if key[1] == 0 else sums
 
     wrong: dict[str, tuple[Any, str, Any]] = {
-        "counts of one rank": (step, "move_biases", of_one_rank),
-        "a bias in bf16": (step, "move_biases", rounded),
+        "counts of one rank": (Routers, "after_update", of_one_rank),
+        "a bias in bf16": (Routers, "after_update", rounded),
         "counted again by recomputation": (StageLog, "add", again),
     }
     with pytest.MonkeyPatch.context() as patch:

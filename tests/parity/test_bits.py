@@ -43,7 +43,7 @@ def gradients(rank: int, cfgs: Sequence[Config], world: int) -> list[Grads]:
 
 
 def gradients_of(engine: Any) -> Grads:
-    from megalite.core.step import to_microbatches
+    from megalite.core.microbatches import to_microbatches
     from megalite.runtime.data import Rows
 
     cfg, dp = engine.cfg, engine.ctx.dp

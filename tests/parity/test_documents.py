@@ -58,7 +58,7 @@ def alone() -> Rows:
 
 @torch.no_grad()
 def token_losses(engine: Any, rows: Rows) -> np.ndarray:
-    from megalite.core.step import to_microbatches
+    from megalite.core.microbatches import to_microbatches
 
     (batch,) = to_microbatches(rows, len(rows), torch.device("cpu"))
     out = engine.stages[0](batch.tokens_SB, batch, ForwardPass(0, 0, training=False))

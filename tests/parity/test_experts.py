@@ -383,7 +383,7 @@ def routed(rank: int, cfgs: Sequence[Config], world: int, skewed: bool) -> list[
         for cfg in cfgs:
             engine = jobs.start(rank, cfg, world)
             share = np.split(jobs.batches(1)[0], engine.ctx.dp.size)[engine.ctx.dp.rank]
-            figures = train_step(engine, share, 1).routing
+            figures = train_step(engine, share, 1).figures["routing"]
             assert figures is not None
             out.append(figures.record(by_layer=True))
     return out

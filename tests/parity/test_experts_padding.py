@@ -73,7 +73,7 @@ def router_gradients(folder: Path, rows: Rows, **coeffs: float) -> tuple[np.ndar
         engine = jobs.start(0, cfg, 1)
         load_hf(folder, cfg.model, engine.optimizer.states(), engine.ctx)
         engine.optimizer.finish_load()
-        figures.append(train_step(engine, rows, 1).routing)
+        figures.append(train_step(engine, rows, 1).figures["routing"])
         out.append(put_together([boxes_of(engine)])[ROUTER] / (1 - cfg.optim.beta1))
     return out[0] - out[1], figures[0]
 
@@ -143,7 +143,7 @@ def test_biases_move_by_the_tokens_that_are_not_padding(tmp_path: Path) -> None:
     load_hf(tmp_path, model, engine.optimizer.states(), engine.ctx)
     engine.optimizer.finish_load()
     before = biases_of(engine)
-    figures = train_step(engine, rows_of(tokens), 1).routing
+    figures = train_step(engine, rows_of(tokens), 1).figures["routing"]
     assert figures is not None
     assert torch.equal(figures.tokens, torch.stack(counts).double())
     got = np.stack([bias - before[name] for name, bias in biases_of(engine).items()])
@@ -204,10 +204,10 @@ def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Result]:
         dp, rows = engine.ctx.dp, packed()
         size = len(rows) // dp.size
         result = train_step(engine, rows[dp.rank * size : (dp.rank + 1) * size], 1)
-        assert result.routing is not None
-        figures = {"loss": result.loss, "norm": result.grad_norm, **result.routing.record(by_layer=True)}
-        figures |= {f"mtp {k}": loss for k, loss in enumerate(result.mtp_losses)}
-        out.append((figures, boxes_of(engine), result.routing.tokens.numpy(), biases_of(engine)))
+        routing = result.figures["routing"]
+        figures = {"loss": result.loss, "norm": result.grad_norm, **routing.record(by_layer=True)}
+        figures |= {f"mtp {k}": loss for k, loss in enumerate(result.figures.get("mtp", ()))}
+        out.append((figures, boxes_of(engine), routing.tokens.numpy(), biases_of(engine)))
     return out
 
 

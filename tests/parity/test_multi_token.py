@@ -173,7 +173,7 @@ def trained(rank: int, cfgs: Sequence[Config], world: int, packs: Sequence[bool]
             size = len(rows) // dp.size
             result = train_step(engine, rows[dp.rank * size : (dp.rank + 1) * size], step)
             assert not result.skipped
-            figures.append((result.loss, *result.mtp_losses, result.grad_norm))
+            figures.append((result.loss, *result.figures["mtp"], result.grad_norm))
             boxes = boxes or boxes_of(engine)
         out.append((figures, boxes))
     return out
@@ -285,7 +285,7 @@ def three_steps(rank: int, cfgs: Sequence[Config], world: int) -> list[Figures]:
         size = jobs.BATCH // engine.ctx.dp.size
         mine = slice(engine.ctx.dp.rank * size, (engine.ctx.dp.rank + 1) * size)
         results = [train_step(engine, batch[mine], step) for step, batch in enumerate(jobs.batches(3), 1)]
-        out.append([(result.loss, *result.mtp_losses, result.grad_norm) for result in results])
+        out.append([(result.loss, *result.figures["mtp"], result.grad_norm) for result in results])
         engine.optimizer.wait_weights()
     return out
 

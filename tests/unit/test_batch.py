@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalite.core.batch import Documents, MicroBatch, Positions, document_bounds
-from megalite.core.step import to_microbatches
+from megalite.core.microbatches import to_microbatches
 from megalite.runtime.data import Rows
 
 S = 8

@@ -11,7 +11,6 @@ from typing import Any
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger, warn_on_rank_0
 from megalite.core.options.rates import describe_warmup
-from megalite.core.parts.ffn.experts.routing_figures import ExpertWatch
 from megalite.core.rows import MAX_WEIGHT
 from megalite.core.step import StepResult, train_step
 from megalite.runtime.base.collector import PeriodicCollector
@@ -27,6 +26,7 @@ from megalite.runtime.recover.replay import is_bad, replay
 from megalite.runtime.recover.restore import began
 from megalite.runtime.start.exit import DivergenceError, leave_unfinished, raise_together
 from megalite.runtime.start.signals import stop_on_signals
+from megalite.runtime.watch.expert_watch import ExpertWatch
 from megalite.runtime.watch.heartbeat import READING
 from megalite.runtime.watch.straggler import StragglerReport
 from megalite.runtime.watch.watchdog import CHILDREN, IDLE, OWN, STRICT
@@ -191,7 +191,7 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     run.skipped_steps += result.skipped or result.spiked
     record = step_record(run, result, seconds, waited) | progress.fp8_amax.read(step)
     run.metrics.step(record)
-    progress.experts.look(result.routing)
+    progress.experts.look(result.figures.get("routing"))
     for rank, own, usual in progress.stragglers.end(seconds):
         run.metrics.event("straggler", step=step, rank=rank, own_seconds=own, peers_seconds=usual)
         if engine.ctx.rank == 0:

@@ -23,10 +23,11 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
     per_second = tokens / seconds
     flops = flops_per_token(cfg.model).causal * per_second / ctx.world.size
     peak = peak_flops(ctx.device)
+    counters, figures, by_layer = run.engine.counters, result.figures, cfg.run.moe_per_layer_logging
     return {
         "step": run.step,
         "loss": result.loss,
-        **_further_losses(result.mtp_losses),
+        **{key: x for counter in counters for key, x in counter.losses(figures[counter.name]).items()},
         "grad_norm": result.grad_norm,
         "lr": result.rates.lr,
         **({} if cfg.optim.decoupled_lr is None else {"decoupled_lr": result.rates.decoupled_lr}),
@@ -43,15 +44,9 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
         "data_wait_s": waited,
         "grad_bytes_sent": run.engine.optimizer.grad_bytes_sent,
         "memory_gib": peak_memory(ctx.device) / 2**30,
-        **({} if result.routing is None else result.routing.record(cfg.run.moe_per_layer_logging)),
+        **{key: x for counter in counters for key, x in counter.record(figures[counter.name], by_layer).items()},
         **run.gpu.latest,
     }
-
-
-def _further_losses(losses: tuple[float, ...]) -> dict[str, float]:
-    """Name the mean over modules that predict further tokens and, where there are several, the loss of each."""
-    mean = {"mtp_loss": sum(losses) / len(losses)} if losses else {}
-    return mean | {f"mtp_loss_{k}": loss for k, loss in enumerate(losses, 1) if len(losses) > 1}
 
 
 def log_batch_size(run: Run) -> None:

@@ -22,9 +22,9 @@ from megalite.core.base.errors import UserError
 from megalite.core.base.slices import Slice
 from megalite.core.batch import ForwardPass, MicroBatch
 from megalite.core.mesh.grid import Grid
+from megalite.core.microbatches import to_microbatches, weigh_parts
 from megalite.core.model.parameters import param_map
 from megalite.core.parts.families import FAMILIES
-from megalite.core.step import to_microbatches, weigh_parts
 from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.extras.inference.load import load_model as load_for_inference
 from megalite.runtime.checkpoint.hf.config import read_config, write_config

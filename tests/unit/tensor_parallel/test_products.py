@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megalite.core.mesh import collectives
+from megalite.core.microbatches import to_microbatches, to_rows
 from megalite.core.parts.quant import fp8, fp8_products
 from megalite.core.parts.quant.fp8_products import Fp8Products
 from megalite.core.parts.quant.fp8_recipes import RECIPES, Recipe
 from megalite.core.sharding import ParamSpec, Shard
-from megalite.core.step import to_microbatches, to_rows
 from megalite.extras.plan.memory.fp8 import code_bytes
 from megalite.runtime.options.run import Config
 from tests.parity import jobs

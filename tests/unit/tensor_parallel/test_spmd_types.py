@@ -129,7 +129,7 @@ SPOILERS: dict[Callable[[Engine], None], tuple[bool, str]] = {
     cut_instead_of_scattered: (True, "embed_tokens: its output is of no type"),
     norms_never_reduced: (True, "layernorm.weight: its reduced gradient is P over tp; it must be R"),
     replicas_never_reduced: (True, "weight: its reduced gradient is P over dp; it must be S(shares)"),
-    norm_counted_twice: (True, "all_reduce over world in sum_over_world (forward): its operand is of no type"),
+    norm_counted_twice: (True, "all_reduce over world in over_world (forward): its operand is of no type"),
 }
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import megalite
-from megalite.core.parts.ffn.experts.routing_figures import ExpertWatch, RoutingFigures, routing_figures
+from megalite.core.parts.counters.routers import RoutingFigures
+from megalite.runtime.watch.expert_watch import ExpertWatch
 from tests.parity.jobs import llama
 from tests.unit.train.test_api import SIZES, Mine
 
@@ -38,7 +39,7 @@ def test_unused_and_collapsed_experts_are_named_once(caplog: pytest.LogCaptureFi
 def test_figures_have_the_numbers_of_their_layers() -> None:
     cfg = llama(4, num_experts=4, moe_topk=2, moe_dense_layers=(0, 2))
     # Of layers 1 and 3: balance loss and z-loss times 8 tokens, and tokens of each expert.
-    figures = routing_figures(cfg, [8.0, 16, 4, 4, 4, 4, 12.0, 4, 8, 5, 2, 1], 8)
+    figures = RoutingFigures.of(cfg, [8.0, 16, 4, 4, 4, 4, 12.0, 4, 8, 5, 2, 1], 8)
     assert figures is not None
     sums = {"aux_loss": 2.5, "z_loss": 2.5, "expert_load": 2.0}
     assert figures.record() == sums

@@ -9,7 +9,7 @@ C summed over the ranks that share the unit. C is of the largest p, whatever a b
 (DeepSeek-V3, equation 18). The z-loss is coeff logsumexp(logits)^2 for every token (Zoph et al. 2022).
 
 Padding is routed, and counts nowhere. The gradients of a step are divided by the weight of its targets: with that over
-the number of tokens as the weight of each (`train.step.weigh_parts`), both losses become means over tokens.
+the number of tokens as the weight of each (`microbatches.weigh_parts`), both losses become means over tokens.
 """
 
 from __future__ import annotations
