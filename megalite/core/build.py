@@ -29,14 +29,14 @@ from megalite.core.optim.make_buckets import make_buckets
 from megalite.core.optim.optimizer import DistributedOptimizer
 from megalite.core.optim.shares import Sharding
 from megalite.core.optim.unit_weights import UnitWeights
-from megalite.core.options.context_parallel import LONG_ON_CPU, choose_comm, head_ranks
-from megalite.core.options.expert_parallel import choose_dispatch
-from megalite.core.options.fp8 import fp8_layers
 from megalite.core.options.step import StepConfig
 from megalite.core.parts.context import share_attention
 from megalite.core.parts.memory.activations import ActivationOffload
 from megalite.core.parts.memory.offload import Offload, check_host_memory
 from megalite.core.parts.memory.offload_memory import offloaded_bytes
+from megalite.core.parts.options.context_parallel import LONG_ON_CPU, choose_comm, head_ranks
+from megalite.core.parts.options.expert_options import choose_dispatch
+from megalite.core.parts.options.fp8_options import fp8_layers
 from megalite.core.parts.quant.fp8_products import select as select_fp8
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.executor import Executor, forward_program

@@ -15,7 +15,7 @@ from megalite.core.options.train import TrainConfig
 from megalite.core.parts.families import FAMILIES
 from megalite.runtime.options.run import Config
 
-SEQ, BATCH, STEPS, VOCAB = 16, 8, 4, 90
+SEQ, BATCH, STEPS, VOCAB = 16, 8, 3, 90
 
 # A learning rate at which fp32 itself stays within 4e-7 of fp64 over six steps.
 OPTIM = OptimConfig(lr=3e-4, warmup_steps=2, clip_grad=1.0)
@@ -63,11 +63,12 @@ def gemma3(num_layers: int = 4, **options: Any) -> ModelConfig:
 
 
 def make_config(model: ModelConfig, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
-    """A run config around a tiny model."""
+    """A run config around a tiny model; with experts, eight ranks of ep have samples."""
+    size = 1 if model.num_experts else 2
     return Config(
         model=model,
         parallel=ParallelConfig(**{"vocab_divisible_by": 8, "bucket_size": 5000, **(parallel or {})}),
-        train=TrainConfig(**{"micro_batch_size": 1, "global_batch_size": BATCH, "train_steps": STEPS, **train}),
+        train=TrainConfig(**{"micro_batch_size": size, "global_batch_size": BATCH, "train_steps": STEPS, **train}),
         optim=OPTIM,
     )
 

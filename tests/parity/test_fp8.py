@@ -22,8 +22,8 @@ import torch
 from megalite.core.mesh import collectives
 from megalite.core.mesh.grid import Grid
 from megalite.core.optim import bucket
-from megalite.core.options.fp8 import fp8_layers
 from megalite.core.parts.families import FAMILIES
+from megalite.core.parts.options.fp8_options import fp8_layers
 from megalite.core.parts.quant import fp8, fp8_products
 from megalite.core.parts.quant.fp8_recipes import RECIPES
 from megalite.core.step import train_step

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megalite.core.base.errors import in_range, require
-from megalite.core.options.attention import check_attention_options
 from megalite.core.options.choices import ACTIVATIONS, FAMILIES, NORMS, Activation, BlockKind, Norm
-from megalite.core.options.experts import check_expert_options
-from megalite.core.options.latent_attention import LATENT_SIZES, check_latent_options
 from megalite.core.options.layer_types import SLIDING, read_layer_types
-from megalite.core.options.linear_attention import LINEAR_SIZES, check_linear_options
 from megalite.core.options.names import Choices, check_names
+from megalite.core.options.part import PARTS
 from megalite.core.options.rope import RopeScaling, check_rope_options
 
 # Parameters are listed per layer: without a limit, the list could take all memory before anything is checked.
@@ -202,7 +199,6 @@ class ModelConfig:
         in_range(self, "mtp_num_layers", 0, min(9, self.seq_len))
         in_range(self, "max_position_embeddings window query_pre_attn_scalar", 1, 2**30)
         in_range(self, "window_pattern", 0, _MAX_LAYERS)
-        check_attention_options(self)
         types, pattern = read_layer_types(self.layer_types, self.window_pattern, self.window, self.num_layers)
         object.__setattr__(self, "layer_types", types)
         object.__setattr__(self, "window_pattern", pattern)
@@ -212,15 +208,10 @@ class ModelConfig:
         in_range(self, "rope_linear_factor", 1, 10**6)
         in_range(self, "hidden_dropout attention_dropout", 0, 1)
         self._default("num_kv_heads", self.num_heads)
-        if self.kv_lora_rank is not None:
-            for name, size in LATENT_SIZES.items():
-                self._default(name, size)
-            self._default("head_dim", self.nope_size + self.rotary_dim)
-        check_latent_options(self)
-        if self.linear_attention_freq:
-            for name, size in LINEAR_SIZES.items():
-                self._default(name, size)
-        check_linear_options(self)
+        for part in PARTS.values():
+            for name, value in part.defaults(self).items():
+                self._default(name, value)
+            part.check_model(self)
         if self.head_dim is None:
             require(
                 self.hidden_size % self.num_heads == 0,
@@ -235,7 +226,6 @@ class ModelConfig:
         self._default("max_position_embeddings", self.seq_len)
         if self.num_experts is not None:
             self._default("moe_ffn_size", self.ffn_hidden_size)
-        check_expert_options(self)
         require(
             self.num_heads % self.kv_heads == 0,
             f"--num-kv-heads {self.num_kv_heads}",

@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megalite.core.base.errors import require
-from megalite.core.options.attention import check_attention
-from megalite.core.options.context_parallel import check_context_parallel
-from megalite.core.options.expert_parallel import check_experts
-from megalite.core.options.fp8 import check_fp8
-from megalite.core.options.latent_attention import check_latent_attention
 from megalite.core.options.model import ModelConfig
-from megalite.core.options.multi_token import check_mtp
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.part import PARTS
 from megalite.core.options.rates import check_decay
 from megalite.core.options.train import TrainConfig
 from megalite.core.options.update_rule import RULES
@@ -32,13 +27,9 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         self._check_tensor_parallel()
-        check_context_parallel(self.model, self.parallel, self.within_documents)
-        check_latent_attention(self.model, self.parallel, self.train)
-        check_attention(self.model, self.parallel, self.train)
-        check_mtp(self.model, self.parallel)
-        check_experts(self.model, self.parallel)
+        for part in PARTS.values():
+            part.check(self)
         self._check_features()
-        check_fp8(self.model, self.parallel, self.train)
         check_decay(self.optim, self.train)
         self._check_stages()
 

@@ -18,10 +18,10 @@ from megalite.core.model.kinds import MIXERS
 from megalite.core.model.parameters import describe_parameters, param_map
 from megalite.core.model.partition import block_costs, blocks_by_kind, stage_layers
 from megalite.core.model.saved import element_size, tokens
-from megalite.core.options.context_parallel import choose_comm
-from megalite.core.options.expert_parallel import choose_dispatch
 from megalite.core.options.update_rule import RULES
 from megalite.core.parts.ffn.experts import experts_tp, imbalance
+from megalite.core.parts.options.context_parallel import choose_comm
+from megalite.core.parts.options.expert_options import choose_dispatch
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.parts.schedules.simulate import simulate
 from megalite.core.pipeline.schedule import Costs, Placement

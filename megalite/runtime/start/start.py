@@ -23,7 +23,7 @@ from megalite.core.model.dropout import VERSION_OF_MASKS
 from megalite.core.model.parameters import describe_parameters
 from megalite.core.ops.attention import why_masked
 from megalite.core.optim.check_buckets import check_buckets
-from megalite.core.options.fp8 import describe_fp8
+from megalite.core.parts.options.fp8_options import describe_fp8
 from megalite.runtime.checkpoint.hf.start import load_hf
 from megalite.runtime.checkpoint.mirror import Mirror
 from megalite.runtime.checkpoint.names import step_folders

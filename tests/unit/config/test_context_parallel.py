@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalite.core.base.errors import UserError
-from megalite.core.options.context_parallel import choose_comm, head_ranks
+from megalite.core.parts.options.context_parallel import choose_comm, head_ranks
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 

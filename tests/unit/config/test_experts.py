@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megalite.core.base.errors import UserError
-from megalite.core.options.expert_parallel import choose_dispatch
 from megalite.core.options.model import ModelConfig
+from megalite.core.parts.options.expert_options import choose_dispatch
 from megalite.runtime.options.cli import parse, to_yaml
 
 EXPERTS = "--num-experts 8 --moe-ffn-size 32"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalite.core.base.errors import UserError
-from megalite.core.options.fp8 import describe_fp8, fp8_layers
+from megalite.core.parts.options.fp8_options import describe_fp8, fp8_layers
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 

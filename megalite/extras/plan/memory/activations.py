@@ -5,7 +5,7 @@ from __future__ import annotations
 from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
 from megalite.core.model.saved import SavedTensor, element_size, inside, residual_bytes, residual_rows, tokens
 from megalite.core.options.choices import BlockKind
-from megalite.core.options.context_parallel import choose_comm, head_ranks
+from megalite.core.parts.options.context_parallel import choose_comm, head_ranks
 from megalite.runtime.options.run import Config
 
 

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 from megalite.core.model.kinds import MIXERS
 from megalite.core.model.partition import block_work
 from megalite.core.options.choices import BlockKind
-from megalite.core.options.context_parallel import choose_comm, head_ranks
 from megalite.core.options.model import ModelConfig
+from megalite.core.parts.options.context_parallel import choose_comm, head_ranks
 from megalite.extras.plan.time.rates import Rates
 from megalite.runtime.options.run import Config
 

@@ -7,8 +7,8 @@ pace (`model.ffn.routed.imbalance`).
 
 from __future__ import annotations
 
-from megalite.core.options.expert_parallel import choose_dispatch
 from megalite.core.parts.ffn.experts import experts_tp, rows_received, rows_sent
+from megalite.core.parts.options.expert_options import choose_dispatch
 from megalite.extras.plan.time.block import Block, Workload
 from megalite.runtime.options.run import Config
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megalite.core.base.errors import require
 from megalite.core.base.hardware import Device
-from megalite.core.options.fp8 import fp8_layers
+from megalite.core.parts.options.fp8_options import fp8_layers
 from megalite.extras.plan.cluster import Cluster, Constants
 from megalite.runtime.options.run import Config
 

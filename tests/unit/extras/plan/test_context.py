@@ -13,9 +13,9 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.ops import resolve
-from megalite.core.options.context_parallel import choose_comm
 from megalite.core.options.model import ModelConfig
 from megalite.core.parts.context import share_attention
+from megalite.core.parts.options.context_parallel import choose_comm
 from megalite.extras.estimate.record import recorded_world
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.command import main

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from megalite.core.model.kinds import FeedForward
 from megalite.core.model.saved import SavedTensor, element_size, inside, residual_rows, tokens
 from megalite.core.model.specs import out_std, vector
-from megalite.core.options.expert_parallel import choose_dispatch
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.step import StepConfig
 from megalite.core.parts.ffn.dense import mlp_specs
+from megalite.core.parts.options.expert_options import choose_dispatch
 from megalite.core.sharding import ParamSpec
 
 if TYPE_CHECKING:

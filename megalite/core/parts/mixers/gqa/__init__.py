@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from megalite.core.model.kinds import Mixer
 from megalite.core.model.saved import SavedTensor, element_size, inside, tokens
 from megalite.core.model.specs import linear, norm_init, out_std
-from megalite.core.options.context_parallel import LONG_ON_CPU, choose_comm, head_ranks
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.step import StepConfig
+from megalite.core.parts.options.context_parallel import LONG_ON_CPU, choose_comm, head_ranks
 from megalite.core.sharding import ParamSpec
 
 if TYPE_CHECKING:

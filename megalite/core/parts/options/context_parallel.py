@@ -5,6 +5,8 @@ from __future__ import annotations
 from megalite.core.base.errors import require
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.part import PartOptions
+from megalite.core.options.step import StepConfig
 
 _TOKENS_TO_HIDE = 20_000
 """Tokens on a rank, times key heads per query head, from which a hop of a ring hides behind a block's products.
@@ -46,28 +48,30 @@ def choose_comm(m: ModelConfig, p: ParallelConfig, documents: bool) -> tuple[str
     return "gather", "documents and windows leave blocks out" if masked else f"{tokens} tokens on a rank are few"
 
 
-def check_context_parallel(m: ModelConfig, p: ParallelConfig, documents: bool) -> None:
-    """Refuse what ranks cannot share.
+class ContextParallelOptions(PartOptions[ModelConfig, StepConfig]):
+    """Ranks that share samples."""
 
-    Raises:
-        UserError: the sequence or the heads do not divide, or an option needs whole samples.
-    """
-    if p.cp == 1:
-        return
-    sharded = p.sequence_parallel and p.tp > 1
-    parts = 2 * p.cp * (p.tp if sharded else 1)
-    words = f"2 x cp {p.cp}" + f" x tp {p.tp}" * sharded
-    require(
-        m.seq_len % parts == 0,
-        f"--seq-len {m.seq_len}",
-        f"must be divisible by {words} = {parts}: a rank holds a part of the head and one of the tail",
-        f"use {max(1, round(m.seq_len / parts)) * parts}, or lower --cp",
-    )
-    comm, _ = choose_comm(m, p, documents)
-    heads, kv_heads = m.num_heads // p.tp, m.kv_heads // p.tp
-    require(
-        comm != "a2a" or head_ranks(m, p) == p.cp,
-        f"--cp-comm a2a with --cp {p.cp}",
-        f"cannot deal out the {heads} query heads and {kv_heads} key heads of a tensor-parallel rank evenly",
-        "use --cp-comm a2a+gather, or gather",
-    )
+    def check(self, cfg: StepConfig) -> None:
+        m, p, documents = cfg.model, cfg.parallel, cfg.within_documents
+        if p.cp == 1:
+            return
+        sharded = p.sequence_parallel and p.tp > 1
+        parts = 2 * p.cp * (p.tp if sharded else 1)
+        words = f"2 x cp {p.cp}" + f" x tp {p.tp}" * sharded
+        require(
+            m.seq_len % parts == 0,
+            f"--seq-len {m.seq_len}",
+            f"must be divisible by {words} = {parts}: a rank holds a part of the head and one of the tail",
+            f"use {max(1, round(m.seq_len / parts)) * parts}, or lower --cp",
+        )
+        comm, _ = choose_comm(m, p, documents)
+        heads, kv_heads = m.num_heads // p.tp, m.kv_heads // p.tp
+        require(
+            comm != "a2a" or head_ranks(m, p) == p.cp,
+            f"--cp-comm a2a with --cp {p.cp}",
+            f"cannot deal out the {heads} query heads and {kv_heads} key heads of a tensor-parallel rank evenly",
+            "use --cp-comm a2a+gather, or gather",
+        )
+
+
+OPTIONS = ContextParallelOptions()
