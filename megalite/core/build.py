@@ -215,7 +215,7 @@ def _build_optimizer(
         grad_dtype=DTYPES[cfg.train.grad_dtype],
         reduce_dtype=DTYPES["bf16" if cfg.train.grad_dtype == "bf16" else cfg.train.grad_reduce_dtype],
         overlap=p.overlap_grad_reduce,
-        compress=cfg.train.compress,
+        compression=cfg.train.compression,
         whole_below=p.zero_whole_below,
         cfg=cfg.optim,
     )

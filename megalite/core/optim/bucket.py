@@ -17,9 +17,10 @@ import torch
 
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
+from megalite.core.optim.codec import BucketParam, Codec
 from megalite.core.optim.shares import GradKind, ParamShare, Sharding, bucket_layout, gathers_codes
+from megalite.core.options.compression import Compression
 from megalite.core.options.update_rule import RULES
-from megalite.core.parts.memory.compress import BucketParam, Codec, make_codec
 from megalite.core.parts.memory.host_share import HostGather, on_host
 from megalite.core.parts.quant.weight_codes import WeightCodes
 from megalite.core.sharding.parameter import ShardedParameter
@@ -45,7 +46,7 @@ class Bucket:
         grad_dtype: dtype in which gradients are accumulated over micro-batches.
         reduce_dtype: dtype in which gradients are reduced over the batch axes.
         overlap: start the reduction with the last contribution, not at the end of the backward pass.
-        compress: gradient compression over the batch axes, as in `--compress`.
+        compression: compression of gradients over the batch axes; None: none.
         in_flight: buckets of this rank whose sharded gradients are being reduced, oldest first.
 
     Attributes:
@@ -73,7 +74,7 @@ class Bucket:
         grad_dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype = torch.float32,
         overlap: bool = True,
-        compress: str = "none",
+        compression: Compression | None = None,
         in_flight: list[Bucket] | None = None,
     ) -> None:
         self.params = params
@@ -88,7 +89,7 @@ class Bucket:
         self.extra_axes = [ctx.axis(name) for name in kind.reduce if name not in batch]
         shares = self.share_axis.size if sharded.state else 1
         # Codecs always work on one share per rank.
-        divisor = shares if compress == "none" else self.batch.size
+        divisor = shares if compression is None else self.batch.size
         self.starts, self.numel = bucket_layout([p.numel() for p in params], divisor)
         share = self.numel // shares
         first = share * self.share_axis.rank if sharded.state else 0
@@ -110,8 +111,7 @@ class Bucket:
         self._missing: Counter[str] = Counter()
         self._contributions = self._outstanding = 0
         self._in_flight = [] if in_flight is None else in_flight
-        entries = [BucketParam((s := p.shard.spec).name, p.shape, at, s.ndim > 1) for p, at in zip(params, self.starts)]
-        self.codec: Codec | None = make_codec(compress, entries, self.numel, self.batch, like.device)
+        self.codec = self._make_codec(compression)
         self._sent = self.grad
         self.bytes_sent = 0
         self._scale = 1.0
@@ -133,6 +133,13 @@ class Bucket:
         param.after_grad = partial(self._count_contribution, param)
         if not param.adds_to_main_grad:
             param.register_post_accumulate_grad_hook(_move_grad)
+
+    def _make_codec(self, compression: Compression | None) -> Codec | None:
+        if compression is None or self.batch.size == 1:
+            return None
+        entries = [BucketParam.of(param, start) for param, start in zip(self.params, self.starts)]
+        codec: Codec = compression.codec(entries, self.numel, self.batch, self.grad.device)
+        return codec
 
     def _make_codes(self) -> WeightCodes | None:
         if not gathers_codes(self.params, self.sharded):

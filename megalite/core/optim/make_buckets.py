@@ -12,6 +12,7 @@ import torch
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.shares import GradKind, Sharding, plan_buckets
+from megalite.core.options.compression import Compression
 from megalite.core.options.optim import OptimConfig
 from megalite.core.sharding.parameter import ShardedParameter
 
@@ -25,7 +26,7 @@ def make_buckets(
     grad_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     overlap: bool = True,
-    compress: str = "none",
+    compression: Compression | None = None,
     whole_below: int = 0,
     cfg: OptimConfig = OptimConfig(),
 ) -> list[Bucket]:
@@ -36,7 +37,7 @@ def make_buckets(
         ctx: this rank's axes.
         sharded: what is sharded over the batch axes. With sharded weights, no units share a bucket.
         bucket_size: number of elements at which a bucket is closed; None: no limit.
-        grad_dtype, reduce_dtype, overlap, compress: as in `Bucket`.
+        grad_dtype, reduce_dtype, overlap, compression: as in `Bucket`.
         whole_below: number of elements below which a unit is treated as in ZeRO stage 1, because gathering it would be
             pure latency. With sharded gradients, units from this size on do not share a bucket: only one of them is in
             memory at a time.
@@ -50,7 +51,7 @@ def make_buckets(
         ctx.split(*batch, size=sharded.group_of(ctx.axis(*batch).size, ctx.batch.size))
     buckets: list[Bucket] = []
     options: dict[str, Any] = {"grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype, "overlap": overlap}
-    options |= {"compress": compress, "in_flight": []}
+    options |= {"compression": compression, "in_flight": []}
 
     def make(params: list[ShardedParameter], kind: GradKind, sharded: Sharding) -> None:
         buckets.append(Bucket(params, kind, ctx, sharded=sharded, **options))

@@ -23,7 +23,6 @@ from megalite.core.optim.state_tensors import codec_states, share_states
 from megalite.core.optim.trust_ratio import ShareTrustRatios
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.update_rule import MatrixRule, Share
-from megalite.core.parts.memory.compress import PowerSGD
 from megalite.core.parts.memory.offload import Offload
 from megalite.core.sharding import StateTensor
 
@@ -305,7 +304,7 @@ class DistributedOptimizer:
         """Refresh the weights on all ranks after the masters have been loaded."""
         for state in self._states:
             state.bucket.weight_share.copy_(state.master)
-            if isinstance(state.bucket.codec, PowerSGD):
+            if state.bucket.codec is not None:
                 state.bucket.codec.finish_load()
         self.gather()
         self.wait_weights()

@@ -180,7 +180,7 @@ def check_request(cfg: Config, grid: Grid, rank: int, streams: bool = False) -> 
     t = cfg.train
     refused = {
         f"--offload {t.offload}": t.offload != "none" and not streams,
-        f"--compress {t.compress}": t.compress.startswith("powersgd") and streams,  # reads values of its factors
+        f"--compress {t.compress}": t.compression is not None and t.compression.reads_values and streams,
         "--compile": t.compile,
     }
     for flag in (flag for flag, is_set in refused.items() if is_set):

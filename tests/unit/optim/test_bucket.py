@@ -16,6 +16,7 @@ from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.make_buckets import make_buckets
 from megalite.core.optim.optimizer import DistributedOptimizer
 from megalite.core.optim.shares import GradKind, Sharding, bucket_layout, plan_buckets
+from megalite.core.options.compression import read_compression
 from megalite.core.options.optim import OptimConfig
 from megalite.core.sharding import Layout, ParamSpec, Shard
 from megalite.core.sharding.parameter import ShardedParameter
@@ -182,7 +183,7 @@ def interrupted(rank: int, cut: bool, compress: str) -> tuple[list[int], torch.T
     """Begin a step again while its reduction is under way: bytes of the gradient when that is waited for, and a sum."""
     ctx = ParallelContext.create(Grid.of(2), CPU)
     params = parameters(2, (64,))
-    bucket = Bucket(params, KIND, ctx, sharded=Sharding(state=True, grad=cut), compress=compress)
+    bucket = Bucket(params, KIND, ctx, sharded=Sharding(state=True, grad=cut), compression=read_compression(compress))
     sizes: list[int] = []
     for step in range(2):
         bucket.start_step(1)
