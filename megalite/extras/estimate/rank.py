@@ -207,7 +207,7 @@ def _label_states(tracker: Tracker, engine: Engine[Config]) -> None:
     tracker.label("optimizer states", [state.flat for state in engine.optimizer.states()])
     for bucket in engine.optimizer.buckets:
         tracker.label("gradients", [bucket.grad, bucket.grad_share])
-        tracker.label("weights", [bucket.weights, bucket.weight_share])
+        tracker.label("weights", [bucket.weights, bucket.store.share])
     tracker.label_rest("other states")
     output = {id(stage.lm_head.weight) for stage in engine.stages.values() if stage.last}
     for bucket in engine.optimizer.buckets:

@@ -316,11 +316,11 @@ def trained(rank: int, zero: int, dtype: torch.dtype) -> tuple[torch.Tensor, lis
             for i, param in enumerate(params):
                 param.add_grad(torch.arange(400.0).view(20, 20).sin() * (i + rank + step))
         norms.append(optimizer.finish_grads())
-        bucket.release()
+        bucket.store.release()
         sizes = [t.untyped_storage().nbytes() for t in (bucket.weights, bucket.grad)]
         optimizer.step(0.1, torch.tensor(1.0))
-    bucket.gather()
-    bucket.wait_weights()
+    bucket.store.gather()
+    bucket.store.wait()
     return torch.cat([p.detach().flatten() for p in params]), sizes, torch.stack(norms)
 
 

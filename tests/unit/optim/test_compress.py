@@ -125,7 +125,7 @@ def test_every_codec_reads_its_argument_and_no_other() -> None:
     }
     wrongs = [f"{name}:{argument}" for name, given in arguments.items() for argument in given]
     for wrong in ("", "topk", "powersgd", *wrongs):
-        with pytest.raises(UserError, match=re.escape(f"--compress {wrong} {rule}")):
+        with pytest.raises(UserError, match=re.escape(f"--compress {wrong}: {rule}")):
             read_compression(wrong)
 
 
