@@ -25,7 +25,7 @@ from megalite.core.base.errors import UserError
 from megalite.core.batch import ForwardPass, Message, MicroBatch
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
-from megalite.core.parts.schedules.pipeline import SCHEDULES
+from megalite.core.options.parallel import SCHEDULES
 from megalite.core.parts.schedules.simulate import simulate
 from megalite.core.pipeline.executor import Executor, Stage, WeightGradQueue
 from megalite.core.pipeline.p2p import Channel

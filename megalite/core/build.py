@@ -29,15 +29,18 @@ from megalite.core.optim.make_buckets import make_buckets
 from megalite.core.optim.optimizer import DistributedOptimizer
 from megalite.core.optim.shares import Sharding
 from megalite.core.optim.unit_weights import UnitWeights
+from megalite.core.optim.weight_store import ShardedWeights
 from megalite.core.options.step import StepConfig
 from megalite.core.parts.context import share_attention
 from megalite.core.parts.memory.activations import ActivationOffload
+from megalite.core.parts.memory.host_share import HostWeights
 from megalite.core.parts.memory.offload import Offload, check_host_memory
 from megalite.core.parts.memory.offload_memory import offloaded_bytes
 from megalite.core.parts.options.context_parallel import LONG_ON_CPU, choose_comm, head_ranks
 from megalite.core.parts.options.expert_options import choose_dispatch
 from megalite.core.parts.options.fp8_options import fp8_layers
 from megalite.core.parts.quant.fp8_products import select as select_fp8
+from megalite.core.parts.quant.weight_codes import WeightCodes
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.executor import Executor, forward_program
 from megalite.core.pipeline.p2p import Channel
@@ -225,7 +228,9 @@ def _build_optimizer(
         grad_dtype=DTYPES[cfg.train.grad_dtype],
         reduce_dtype=DTYPES["bf16" if cfg.train.grad_dtype == "bf16" else cfg.train.grad_reduce_dtype],
         overlap=p.overlap_grad_reduce,
-        compress=cfg.train.compress,
+        compression=cfg.train.compression,
+        sharded_weights=HostWeights if cfg.train.offload == "optimizer+params" else ShardedWeights,
+        coded_weights=WeightCodes,
         whole_below=p.zero_whole_below,
         cfg=cfg.optim,
     )

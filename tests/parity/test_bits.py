@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megalite.core.options.model import ModelConfig
-from megalite.core.parts.schedules.pipeline import SCHEDULES
+from megalite.core.options.parallel import SCHEDULES
 from megalite.core.sharding import Shard
 from megalite.runtime.options.run import Config
 from tests.parity import jobs

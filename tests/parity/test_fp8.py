@@ -21,11 +21,12 @@ import torch
 
 from megalite.core.mesh import collectives
 from megalite.core.mesh.grid import Grid
-from megalite.core.optim import bucket
+from megalite.core.optim import make_buckets
 from megalite.core.parts.families import FAMILIES
 from megalite.core.parts.options.fp8_options import fp8_layers
 from megalite.core.parts.quant import fp8, fp8_products
 from megalite.core.parts.quant.fp8_recipes import RECIPES
+from megalite.core.parts.quant.weight_codes import WeightCodes
 from megalite.core.step import train_step
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.run import Config
@@ -204,11 +205,11 @@ def sent_as(rank: int, cfg: Config, world: int, how: str) -> tuple[list[tuple[fl
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "all_gather", counted)
         if how == "weights":
-            patch.setattr(bucket, "gathers_codes", lambda *args: False)
+            patch.setattr(make_buckets, "gathers_codes", lambda *args: False)
         if how == "maxima of this rank":
             patch.setattr(collectives, "all_reduce", of_this_rank)
         if how == "codes of the first pass":
-            patch.setattr(bucket.WeightCodes, "forget", lambda self: None)
+            patch.setattr(WeightCodes, "forget_codes", lambda self: None)
         out = losses(rank, cfg, world, 2)
     codes = [x.numel() * world for x in sent if x.dtype == torch.uint8]
     return out, codes, len(sent) - len(codes)
@@ -251,7 +252,7 @@ def bytes_of_codes(rank: int, cfg: Config, world: int) -> tuple[int, int, int]:
     engine = jobs.start(rank, cfg, world)
     found: list[int] = []
     end = engine.unit_weights.end_pass
-    coded = [b for b in engine.optimizer.buckets if b._codes is not None]
+    coded = [b for b in engine.optimizer.buckets if isinstance(b.store, WeightCodes)]
 
     def held(sharded: bool) -> tuple[int, int]:
         """Bytes of both directions of matrices, and of the gathered one."""
@@ -262,9 +263,9 @@ def bytes_of_codes(rank: int, cfg: Config, world: int) -> tuple[int, int, int]:
     def measure() -> None:
         width = torch.finfo(engine.optimizer.buckets[0].weights.dtype).bits // 8
         both, gathered = held(sharded=True)
-        found.extend((held(sharded=False)[0], both - width * gathered + sum(b._codes._own.nbytes for b in coded)))
+        found.extend((held(sharded=False)[0], both - width * gathered + sum(b.store._own.nbytes for b in coded)))
         end()
-        found.append(sum(b._codes._own is not None or b._codes.gathered for b in coded))
+        found.append(sum(b.store._own is not None or b.store.gathered for b in coded))
 
     engine.unit_weights.end_pass = measure
     batch_ranks = engine.ctx.dp
@@ -313,7 +314,7 @@ def evaluated_and_resumed(rank: int, folder: Path, world: int, how: str) -> list
     sharded = ["--zero", "3", "--zero-whole-below", "500", "--eval-every", "1", "--run-dir", str(folder / how)]
     with pytest.MonkeyPatch.context() as patch:
         if how == "weights":
-            patch.setattr(bucket, "gathers_codes", lambda *args: False)
+            patch.setattr(make_buckets, "gathers_codes", lambda *args: False)
         given = [*FLAGS, *sizes, *sharded, "--fp8", "blockwise", "--fp8-emulate", "--train-steps"]
         return [test_resume.train(rank, [*given, steps], world) for steps in ("2", "3")]
 

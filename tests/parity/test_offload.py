@@ -65,7 +65,7 @@ def over_configs(rank: int, cfgs: list[Config], world: int) -> list[tuple[list[t
         engine = build_engine(cfg, ctx)
         engine.optimizer.init_parameters(cfg.train.seed)
         for bucket in engine.optimizer.buckets:
-            assert not bucket.gathered
+            assert not bucket.store.gathered
             assert bucket.sharded.host == (cfg.train.offload != "none")
         out.append((jobs.run_steps(engine, 2), [s.flat.numpy().tobytes() for s in engine.optimizer.states()]))
     return out

@@ -262,7 +262,7 @@ def accidents(rank: int, cfg: Config) -> dict[str, Any]:
     found: dict[str, Any] = {"loss": train_step(engine, shares[0], 1).loss}
     found["evaluated"] = eval_step(engine, shares[1])[0]
     cut = [bucket for bucket in optimizer.buckets if bucket.sharded.weights]
-    found["cut"], found["whole"] = len(cut), sum(bucket.gathered for bucket in cut)
+    found["cut"], found["whole"] = len(cut), sum(bucket.store.gathered for bucket in cut)
     weight = cut[0].params[0]
     try:
         weight.sum()
@@ -285,7 +285,7 @@ def accidents(rank: int, cfg: Config) -> dict[str, Any]:
     check_replicas(optimizer.copies(), engine.ctx)
     # The hybrid's copies: ranks 0 and 2 hold the same share.
     if rank == 2:
-        cut[0].weight_share.view(torch.int32)[5] ^= 1 << 9
+        cut[0].store.share.view(torch.int32)[5] ^= 1 << 9
     try:
         check_replicas(optimizer.copies(), engine.ctx)
     except SaveError as e:
@@ -305,8 +305,8 @@ class GathersLate(Observer):
         self.bucket = bucket
 
     def finished(self) -> None:
-        self.bucket.gather()
-        self.bucket.wait_weights()
+        self.bucket.store.gather()
+        self.bucket.store.wait()
 
 
 def test_released_weights(pool: WorkerPool) -> None:

@@ -19,9 +19,9 @@ import torch
 from megalite.core.options.choices import ACTIVATIONS, NORMS
 from megalite.core.options.lr import LR_DECAYS, learning_rate
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.parallel import SCHEDULES
 from megalite.core.options.update_rule import RULES
 from megalite.core.parts.families import FAMILIES
-from megalite.core.parts.schedules.pipeline import SCHEDULES
 from megalite.extras.command import find_main
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.prepare.preprocess import preprocess

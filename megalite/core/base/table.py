@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cached_property
 from importlib import import_module
 from typing import TypeVar
@@ -14,7 +14,8 @@ _T = TypeVar("_T")
 class Table(MutableMapping[str, _T]):
     """Name -> part: every module of a package that has the attribute `leaf` offers one.
 
-    A part has its own `name`, or that of its module. The modules are imported when the table is first read, so that a
+    A part has its own `name`, or that of its module; a module with several small parts offers a mapping of them by
+    name. The modules are imported when the table is first read, so that a
     module that holds a table imports none of its parts.
 
     Args:
@@ -30,8 +31,11 @@ class Table(MutableMapping[str, _T]):
     def _parts(self) -> dict[str, _T]:
         names = sorted(module.name for module in pkgutil.iter_modules(import_module(self._package).__path__))
         modules = {name: import_module(f"{self._package}.{name}") for name in names}
-        parts = {name: getattr(module, self._leaf) for name, module in modules.items() if hasattr(module, self._leaf)}
-        return {getattr(part, "name", name): part for name, part in parts.items()}
+        parts: dict[str, _T] = {}
+        for name, module in modules.items():
+            part = getattr(module, self._leaf, {})
+            parts |= part if isinstance(part, Mapping) else {getattr(part, "name", name): part}
+        return parts
 
     def __getitem__(self, name: str) -> _T:
         return self._parts[name]

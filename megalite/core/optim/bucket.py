@@ -17,11 +17,11 @@ import torch
 
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
-from megalite.core.optim.shares import GradKind, ParamShare, Sharding, bucket_layout, gathers_codes
+from megalite.core.optim.codec import BucketParam, Codec
+from megalite.core.optim.shares import GradKind, ParamShare, Sharding, bucket_layout
+from megalite.core.optim.weight_store import ShardedWeights, WeightStore, resize
+from megalite.core.options.compression import Compression
 from megalite.core.options.update_rule import RULES
-from megalite.core.parts.memory.compress import BucketParam, Codec, make_codec
-from megalite.core.parts.memory.host_share import HostGather, on_host
-from megalite.core.parts.quant.weight_codes import WeightCodes
 from megalite.core.sharding.parameter import ShardedParameter
 
 # Reductions in flight while the next gradient accumulates, where gradients are sharded. On a GPU each takes the memory
@@ -32,8 +32,8 @@ _IN_FLIGHT = {"cpu": 0}
 class Bucket:
     """Flat weights and gradients of some parameters, and this rank's share of both; a share of gradients is fp32.
 
-    Parameters are views of `weights`, and their `main_grad` views of `grad`. `gather` makes the weights full on every
-    rank, `release` frees all but this rank's share, `reduce` sums the gradients. A sharded gradient has memory from its
+    Parameters are views of `weights`, which `store` gathers and releases, and their `main_grad` views of `grad`, which
+    `reduce` sums. A sharded gradient has memory from its
     first contribution until it is reduced. The first contribution to each parameter overwrites that memory: gradients
     are never zeroed.
 
@@ -45,7 +45,8 @@ class Bucket:
         grad_dtype: dtype in which gradients are accumulated over micro-batches.
         reduce_dtype: dtype in which gradients are reduced over the batch axes.
         overlap: start the reduction with the last contribution, not at the end of the backward pass.
-        compress: gradient compression over the batch axes, as in `--compress`.
+        compression: compression of gradients over the batch axes; None: none.
+        sharded_weights: where sharded weights are between uses.
         in_flight: buckets of this rank whose sharded gradients are being reduced, oldest first.
 
     Attributes:
@@ -56,6 +57,7 @@ class Bucket:
         extra_axes: axes over which gradients are summed besides the batch's.
         owned: this rank's share, as a range of bucket elements.
         is_owner: whether this rank owns its share: counts it in norms and writes it to checkpoints.
+        store: this rank's share of the weights, and the gather of all shares.
         codec: gradient codec used in place of a collective; None without compression.
         before_reduce: called with this rank's own gradient, before each reduction over the batch axes.
         bytes_sent: gradient bytes sent by this rank in this step.
@@ -73,7 +75,8 @@ class Bucket:
         grad_dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype = torch.float32,
         overlap: bool = True,
-        compress: str = "none",
+        compression: Compression | None = None,
+        sharded_weights: type[ShardedWeights] = ShardedWeights,
         in_flight: list[Bucket] | None = None,
     ) -> None:
         self.params = params
@@ -88,7 +91,7 @@ class Bucket:
         self.extra_axes = [ctx.axis(name) for name in kind.reduce if name not in batch]
         shares = self.share_axis.size if sharded.state else 1
         # Codecs always work on one share per rank.
-        divisor = shares if compress == "none" else self.batch.size
+        divisor = shares if compression is None else self.batch.size
         self.starts, self.numel = bucket_layout([p.numel() for p in params], divisor)
         share = self.numel // shares
         first = share * self.share_axis.rank if sharded.state else 0
@@ -102,26 +105,23 @@ class Bucket:
         for param, start in zip(params, self.starts):
             self._adopt(param, start)
         self._padding = self._gaps()
-        copy = on_host if sharded.host else torch.clone
-        self._weight_share = copy(self.weights[self.owned]) if sharded.weights else None
+        kind_of_store = sharded_weights if sharded.weights else WeightStore
+        self.store = kind_of_store(self.weights, self.owned, self.share_axis, self.param_shares)
         apart = sharded.grad or grad_dtype != torch.float32
         self._grad_share = torch.zeros(share, dtype=torch.float32, device=like.device) if apart else None
         self._grad_share_filled = self._accumulating = False
         self._missing: Counter[str] = Counter()
         self._contributions = self._outstanding = 0
         self._in_flight = [] if in_flight is None else in_flight
-        entries = [BucketParam((s := p.shard.spec).name, p.shape, at, s.ndim > 1) for p, at in zip(params, self.starts)]
-        self.codec: Codec | None = make_codec(compress, entries, self.numel, self.batch, like.device)
+        self.codec = self._make_codec(compression)
         self._sent = self.grad
         self.bytes_sent = 0
         self._scale = 1.0
         self._reducing: collectives.Work | Codec | None = None
         self._across_groups: collectives.Work | None = None
-        self._gathering: collectives.Work | HostGather | WeightCodes = collectives.FinishedWork()
-        self._codes = self._make_codes()
-        self.release()
+        self.store.release()
         if sharded.grad:
-            _resize(self.grad, 0)
+            resize(self.grad, 0)
 
     def _adopt(self, param: ShardedParameter, start: int) -> None:
         view = self.weights[start : start + param.numel()].view(param.shape)
@@ -134,26 +134,18 @@ class Bucket:
         if not param.adds_to_main_grad:
             param.register_post_accumulate_grad_hook(_move_grad)
 
-    def _make_codes(self) -> WeightCodes | None:
-        if not gathers_codes(self.params, self.sharded):
+    def _make_codec(self, compression: Compression | None) -> Codec | None:
+        if compression is None or self.batch.size == 1:
             return None
-        return WeightCodes(self.param_shares, self.starts, self.numel, self.share_axis)
+        entries = [BucketParam.of(param, start) for param, start in zip(self.params, self.starts)]
+        codec: Codec = compression.codec(entries, self.numel, self.batch, self.grad.device)
+        return codec
 
     def _gaps(self) -> list[torch.Tensor]:
         """List the views of the gradient that no parameter covers (padding)."""
         ends = [start + param.numel() for param, start in zip(self.params, self.starts)]
         gaps = (self.grad[end:start] for end, start in zip(ends, [*self.starts[1:], self.numel]))
         return [gap for gap in gaps if len(gap)]
-
-    @property
-    def gathered(self) -> bool:
-        """Whether the full weights, or their codes, have memory."""
-        return self.weights.untyped_storage().nbytes() > 0 or (self._codes is not None and self._codes.gathered)
-
-    @property
-    def weight_share(self) -> torch.Tensor:
-        """This rank's share of the weights, flat; valid also while the weights are released."""
-        return self.weights[self.owned] if self._weight_share is None else self._weight_share
 
     @property
     def grad_share(self) -> torch.Tensor:
@@ -184,7 +176,7 @@ class Bucket:
         if self.sharded.grad:
             self._accumulating = self._grad_share_filled = False
             self._in_flight.clear()
-            _resize(self.grad, 0)
+            resize(self.grad, 0)
         self._missing = Counter({p.shard.spec.name: num_microbatches * p.uses for p in self.params})
         each_microbatch = self.sharded.grad and self.sharded.each_microbatch
         # Counted over all parameters: a split backward pass may add a bias gradient of the next micro-batch before a
@@ -203,7 +195,7 @@ class Bucket:
         if self._reducing is not None:
             self._wait_reduction()
         self._wait_older_reductions()
-        _resize(self.grad, self.numel)
+        resize(self.grad, self.numel)
         self._accumulating = True
 
     def _wait_older_reductions(self) -> None:
@@ -261,7 +253,7 @@ class Bucket:
         (self.grad_share.add_ if self._grad_share_filled else self.grad_share.copy_)(self.grad[self.owned])
         self._grad_share_filled = True
         self._reducing, self._sent = None, self.grad
-        _resize(self.grad, 0)
+        resize(self.grad, 0)
         if not self.missing:
             self._across_groups = collectives.all_reduce(self.grad_share, self.replica_axis)
 
@@ -295,51 +287,6 @@ class Bucket:
     def missing(self) -> list[str]:
         """Names of parameters with too few or too many gradient contributions; empty after a full backward pass."""
         return [name for name, count in self._missing.items() if count]
-
-    def forget_codes(self) -> None:
-        """Free the codes of this rank's share, if it has any: weights change."""
-        if self._codes is not None:
-            self._codes.forget()
-
-    def gather(self) -> None:
-        """Start gathering the shares of all ranks; the weights are complete after `wait_weights`.
-
-        Weights that are only multiplied in FP8 are gathered as codes (`weight_codes.py`).
-        """
-        self._drop_codes()
-        if self._codes is not None:
-            self._codes.start(self.weight_share)
-            self._gathering = self._codes
-        elif self.sharded.state:
-            _resize(self.weights, self.numel)
-            if self.sharded.host and self.sharded.weights:
-                self._gathering = HostGather(self.weights, self.owned, self.weight_share, self.share_axis)
-                return
-            self._gathering = collectives.all_gather(self.weights, self.weight_share, self.share_axis)
-
-    def wait_weights(self) -> None:
-        """Wait until the full weights are gathered."""
-        self._gathering.wait()
-
-    def release(self) -> None:
-        """Free sharded weights, except for this rank's share."""
-        if self.sharded.weights:
-            self.wait_weights()
-            self._drop_codes()
-            _resize(self.weights, 0)
-            if self._codes is not None:
-                self._codes.release()
-
-    def _drop_codes(self) -> None:
-        for param in self.params:
-            param.codes = None
-
-
-def _resize(flat: torch.Tensor, numel: int) -> None:
-    """Free or reallocate the memory of a flat tensor; its views stay valid."""
-    storage = flat.untyped_storage()
-    if storage.nbytes() != numel * flat.element_size():
-        storage.resize_(numel * flat.element_size())
 
 
 @torch.no_grad()

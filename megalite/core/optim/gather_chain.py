@@ -31,7 +31,7 @@ class GatherChain:
     def wait(self, bucket: Bucket) -> None:
         """Wait for the gather of a bucket, after starting that of the next one."""
         self._post(self._place[id(bucket)] + 2)
-        bucket.wait_weights()
+        bucket.store.wait()
 
     def wait_all(self) -> None:
         """Wait until all weights are gathered."""
@@ -40,5 +40,5 @@ class GatherChain:
 
     def _post(self, end: int) -> None:
         for bucket in self._order[self._posted : end]:
-            bucket.gather()
+            bucket.store.gather()
         self._posted = max(self._posted, min(end, len(self._order)))

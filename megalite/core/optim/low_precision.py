@@ -32,12 +32,6 @@ def state_dtypes(bucket: Bucket, cfg: OptimConfig) -> tuple[torch.dtype, ...]:
     return DTYPES[cfg.master_dtype], *(DTYPES[cfg.moments_dtype] for _ in bucket.rule.states)
 
 
-def make_flats(bucket: Bucket, cfg: OptimConfig) -> Flats:
-    """Make the masters of this rank's share (its weights themselves, if they have the masters' type) and its states."""
-    share, (master, *states) = bucket.weight_share, state_dtypes(bucket, cfg)
-    return share.to(master), *(torch.zeros_like(share, dtype=dtype) for dtype in states)
-
-
 class StateRounding:
     """Masters and states of a bucket's share in fp32, and back.
 

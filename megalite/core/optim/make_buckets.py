@@ -11,7 +11,9 @@ import torch
 
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.optim.bucket import Bucket
-from megalite.core.optim.shares import GradKind, Sharding, plan_buckets
+from megalite.core.optim.shares import GradKind, Sharding, gathers_codes, plan_buckets
+from megalite.core.optim.weight_store import ShardedWeights
+from megalite.core.options.compression import Compression
 from megalite.core.options.optim import OptimConfig
 from megalite.core.sharding.parameter import ShardedParameter
 
@@ -25,7 +27,9 @@ def make_buckets(
     grad_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     overlap: bool = True,
-    compress: str = "none",
+    compression: Compression | None = None,
+    sharded_weights: type[ShardedWeights] = ShardedWeights,
+    coded_weights: type[ShardedWeights] = ShardedWeights,
     whole_below: int = 0,
     cfg: OptimConfig = OptimConfig(),
 ) -> list[Bucket]:
@@ -36,7 +40,8 @@ def make_buckets(
         ctx: this rank's axes.
         sharded: what is sharded over the batch axes. With sharded weights, no units share a bucket.
         bucket_size: number of elements at which a bucket is closed; None: no limit.
-        grad_dtype, reduce_dtype, overlap, compress: as in `Bucket`.
+        grad_dtype, reduce_dtype, overlap, compression, sharded_weights: as in `Bucket`.
+        coded_weights: `sharded_weights` of buckets whose weights are only multiplied in FP8.
         whole_below: number of elements below which a unit is treated as in ZeRO stage 1, because gathering it would be
             pure latency. With sharded gradients, units from this size on do not share a bucket: only one of them is in
             memory at a time.
@@ -50,10 +55,11 @@ def make_buckets(
         ctx.split(*batch, size=sharded.group_of(ctx.axis(*batch).size, ctx.batch.size))
     buckets: list[Bucket] = []
     options: dict[str, Any] = {"grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype, "overlap": overlap}
-    options |= {"compress": compress, "in_flight": []}
+    options |= {"compression": compression, "in_flight": []}
 
     def make(params: list[ShardedParameter], kind: GradKind, sharded: Sharding) -> None:
-        buckets.append(Bucket(params, kind, ctx, sharded=sharded, **options))
+        stored = coded_weights if gathers_codes(params, sharded) else sharded_weights
+        buckets.append(Bucket(params, kind, ctx, sharded=sharded, sharded_weights=stored, **options))
 
     for kind, params in _by_kind(units, sharded, cfg).items():
         ranks = ctx.axis(*next(p for unit in params for p in unit).shard.layout.batch).size

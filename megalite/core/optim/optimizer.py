@@ -6,7 +6,7 @@ and moments as slices of logical parameters (`StateTensor`), so that files do no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,14 +17,13 @@ from megalite.core.mesh.context import Axis, ParallelContext
 from megalite.core.ops import Ops
 from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.gather_chain import GatherChain
-from megalite.core.optim.low_precision import Flats, StateRounding, make_flats
+from megalite.core.optim.low_precision import Flats, StateRounding
 from megalite.core.optim.matrix_exchange import MatrixExchange
+from megalite.core.optim.state_store import DeviceStates, StateStore
 from megalite.core.optim.state_tensors import codec_states, share_states
 from megalite.core.optim.trust_ratio import ShareTrustRatios
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.update_rule import MatrixRule, Share
-from megalite.core.parts.memory.compress import PowerSGD
-from megalite.core.parts.memory.offload import Offload
 from megalite.core.sharding import StateTensor
 
 
@@ -68,8 +67,8 @@ class DistributedOptimizer:
         ops: the kernels in use.
         overlap_gather: let the gather of weights overlap with the next forward pass (modules given to `wait_before`
             wait for their own weights); otherwise `step` waits.
-        offload: optimizer state that is not kept on the buckets' device; None: it is.
-        host_ops: kernels for updates on the host; None: `ops`.
+        states: where masters and states are, and are updated; None: on the buckets' device.
+        update_ops: kernels of updates; None: `ops`.
 
     Attributes:
         beside: tensors saved with the weights, whole on every rank of a stage; what changes them is not the optimizer.
@@ -82,8 +81,8 @@ class DistributedOptimizer:
         ctx: ParallelContext,
         ops: Ops,
         overlap_gather: bool,
-        offload: Offload | None = None,
-        host_ops: Ops | None = None,
+        states: StateStore | None = None,
+        update_ops: Ops | None = None,
     ) -> None:
         rules = {cfg.rule_of(matrix) for matrix in (False, True)}
         assert all(bucket.kind.rule in rules for bucket in buckets), "buckets were made with other options"
@@ -95,14 +94,11 @@ class DistributedOptimizer:
         self._gathers = GatherChain(buckets)
         self.num_steps = 0
         self.beside: list[StateTensor] = []
-        self._offload, self._update_ops = offload, host_ops or ops
-        flats = [make_flats(bucket, cfg) for bucket in buckets] if offload is None else offload.states.flats
+        self._store: StateStore = DeviceStates(buckets, cfg) if states is None else states
+        self._update_ops = update_ops or ops
         ratios = (ShareTrustRatios(bucket, ctx, self._update_ops) for bucket in buckets)
         rounding = (StateRounding(bucket, self._update_ops) for bucket in buckets)
-        self._states = [_State(*each) for each in zip(buckets, flats, ratios, rounding)]
-        if offload is not None:
-            for state in self._states:
-                state.master.copy_(state.bucket.weight_share)
+        self._states = [_State(*each) for each in zip(buckets, self._store.flats, ratios, rounding)]
         self._matrices = MatrixExchange.all_of(buckets, ctx)
 
     @torch.no_grad()
@@ -117,7 +113,7 @@ class DistributedOptimizer:
                     state.master[own.span] = full.view(-1)[own.start : own.stop]
                 elif own.numel:
                     values = shard.initial(seed, own.start, own.stop)
-                    state.bucket.weight_share[own.span] = values
+                    state.bucket.store.share[own.span] = values
                     state.master[own.span] = values
 
     def wait_before(self, modules: Collection[nn.Module]) -> None:
@@ -187,41 +183,24 @@ class DistributedOptimizer:
         """
         self.num_steps += 1
         decay = self.cfg.weight_decay if weight_decay is None else weight_decay
-        if self._offload is not None:
-            grad_multiplier = grad_multiplier.cpu()
+        if self._states:
+            grad_multiplier = grad_multiplier.to(self._states[0].master.device)
         rates = _Rates(lr, lr if decoupled_lr is None else decoupled_lr, decay, grad_multiplier)
         if self._matrices:
-            for state, flats, grad, _ in self._updates(returns_grads=True):
+            for state, (flats, grad, _) in zip(self._states, self._store.updates(returns_grads=True), strict=True):
                 if isinstance(rule := state.bucket.rule, MatrixRule):
                     self._apply(rule.direction, rates, state, flats, grad)
             for exchange in self._matrices:
                 exchange.transform(self.cfg)
-        for state, flats, grad, weights in self._updates():
+        for state, (flats, grad, weights) in zip(self._states, self._store.updates(), strict=True):
             bucket = state.bucket
-            assert not (bucket.sharded.weights and bucket.gathered), "an update would not reach gathered weights"
+            assert not (bucket.sharded.weights and bucket.store.gathered), "an update would not reach gathered weights"
             if bucket.codec is not None:
                 bucket.codec.commit()
             self._apply(bucket.rule.update, rates, state, flats, grad, weights)
         self.gather()
         if not self.overlap_gather:
             self.wait_weights()
-
-    def _updates(
-        self, returns_grads: bool = False
-    ) -> Iterator[tuple[_State, Flats, torch.Tensor, torch.Tensor | None]]:
-        """Yield (state, its tensors, gradient, weights; None if the masters are the weights) where each is updated.
-
-        Args:
-            returns_grads: the gradients, not the weights, are written for the device.
-        """
-        if self._offload is not None:
-            for state, update in zip(self._states, self._offload.updates(returns_grads), strict=True):
-                yield state, *update
-            return
-        for state in self._states:
-            share = state.bucket.weight_share
-            weights = None if share.data_ptr() == state.master.data_ptr() else share
-            yield state, state.flats, state.bucket.grad_share, weights
 
     def _apply(
         self,
@@ -263,7 +242,7 @@ class DistributedOptimizer:
         # By batch axes too: the shares of experts have other replicas.
         table: dict[tuple[str, tuple[str, ...]], tuple[Axis, list[tuple[str, torch.Tensor]]]] = {}
         for bucket in self.buckets:
-            share, sharded = bucket.weight_share, bucket.sharded.weights
+            share, sharded = bucket.store.share, bucket.sharded.weights
             for own in bucket.param_shares:
                 shard, batch = own.param.shard, own.param.shard.layout.batch
                 axes = [self.ctx.axis(name) for name in shard.copies if not (sharded and name in batch)]
@@ -304,8 +283,8 @@ class DistributedOptimizer:
     def finish_load(self) -> None:
         """Refresh the weights on all ranks after the masters have been loaded."""
         for state in self._states:
-            state.bucket.weight_share.copy_(state.master)
-            if isinstance(state.bucket.codec, PowerSGD):
+            state.bucket.store.share.copy_(state.master)
+            if state.bucket.codec is not None:
                 state.bucket.codec.finish_load()
         self.gather()
         self.wait_weights()

@@ -14,8 +14,6 @@ from megalite.core.options.optim import OptimConfig
 if TYPE_CHECKING:
     from megalite.core.sharding.parameter import ShardedParameter
 
-INT8_BLOCK = 256
-"""Elements per scale of gradients sent in 8 bits."""
 _PARAM_ALIGN, _BUCKET_ALIGN = 64, 128
 
 

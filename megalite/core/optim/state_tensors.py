@@ -11,7 +11,6 @@ from megalite.core.base.slices import Slice
 from megalite.core.mesh.context import Axis, ParallelContext
 from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.shares import ParamShare
-from megalite.core.parts.memory.compress import PowerSGD
 from megalite.core.sharding import StateTensor
 
 
@@ -38,23 +37,24 @@ def _describe(
 def codec_states(bucket: Bucket, ctx: ParallelContext) -> list[StateTensor]:
     """Describe what a bucket's codec carries over to the next step: each rank's is a summand of the logical tensor."""
     codec, out = bucket.codec, []
-    if codec is None or codec.residual is None:
+    if codec is None:
         return []
-    rights = {p.name: q for p, q in zip(codec.matrices, codec.right)} if isinstance(codec, PowerSGD) else {}
     for param, start in zip(bucket.params, bucket.starts):
         shard = param.shard
         # Every rank with a partial gradient has a residual, including both copies of a tied embedding.
         summed = (bucket.batch, *bucket.extra_axes)
         is_owner = shard.is_first(*(axis for axis in shard.copies if axis not in shard.reduce))
-        full = ParamShare(param, 0, param.numel(), start)
-        out.append(_describe(full, "residual", codec.residual, is_owner, _summand(summed)))
-        if (q := rights.get(shard.spec.name)) is not None:
-            # Equal on all batch ranks, different for each shard.
-            cut = (axis for axis, _ in shard.spec.sharded_dims if axis in shard.layout.grid.names)
-            sharded = (*map(ctx.axis, cut), *bucket.extra_axes)
-            is_owner, slices = is_owner and bucket.batch.rank == 0, [Slice((0, 0), tuple(q.shape), 0)]
-            name = shard.spec.tied_to or shard.spec.name
-            out.append(StateTensor(name, "powersgd", tuple(q.shape), q.view(-1), slices, is_owner, _summand(sharded)))
+        if codec.residual is not None:
+            full = ParamShare(param, 0, param.numel(), start)
+            out.append(_describe(full, "residual", codec.residual, is_owner, _summand(summed)))
+        # Equal on all batch ranks, different for each shard.
+        cut = (axis for axis, _ in shard.spec.sharded_dims if axis in shard.layout.grid.names)
+        sharded = _summand((*map(ctx.axis, cut), *bucket.extra_axes))
+        name, is_owner = shard.spec.tied_to or shard.spec.name, is_owner and bucket.batch.rank == 0
+        for kind, state in codec.shared_states(shard.spec.name).items():
+            shape = tuple(state.shape)
+            slices = [Slice((0,) * len(shape), shape, 0)]
+            out.append(StateTensor(name, kind, shape, state.view(-1), slices, is_owner, sharded))
     return out
 
 

@@ -110,14 +110,16 @@ class UnitWeights:
         if self.keep == "step":
             for unit in self._units:
                 self._release(unit)
-        remaining = [unit.name for unit in self._units if unit.used or any(bucket.gathered for bucket in unit.buckets)]
+        remaining = [
+            unit.name for unit in self._units if unit.used or any(bucket.store.gathered for bucket in unit.buckets)
+        ]
         if remaining:
             raise RuntimeError(f"weights not released after the pass: units of {', '.join(remaining)}")
         self._forget_codes()
 
     def _forget_codes(self) -> None:
         for bucket in self._users:
-            bucket.forget_codes()
+            bucket.store.forget_codes()
 
     def _before_forward(self, unit: _Unit, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if unit.in_backward:
@@ -151,16 +153,16 @@ class UnitWeights:
             if needed is not None:
                 needed.used = True
                 for bucket in needed.buckets:
-                    if not bucket.gathered:
-                        bucket.gather()
+                    if not bucket.store.gathered:
+                        bucket.store.gather()
         for bucket in unit.buckets:
-            bucket.wait_weights()
+            bucket.store.wait()
 
     def _release(self, unit: _Unit) -> None:
         unit.used = False
         for bucket in unit.buckets:
             if not any(user.used for user in self._users[bucket]):
-                bucket.release()
+                bucket.store.release()
 
 
 class _InBackward(torch.autograd.Function):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megalite.core.base.errors import UserError, in_range, require
+from megalite.core.base.table import Table
 from megalite.core.options.names import Choices, check_names
 from megalite.core.options.stages import read_stages
-from megalite.core.parts.schedules.pipeline import SCHEDULES
+
+SCHEDULES: Table[Any] = Table("megalite.core.parts.schedules", "SCHEDULE")
+"""Name (`--schedule`) -> schedule, a `core.pipeline.order.PipelineSchedule`."""
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from megalite.core.base.errors import UserError, in_range, require
 from megalite.core.options.batch_sizes import BatchSizes
+from megalite.core.options.compression import Compression, read_compression
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,7 @@ class TrainConfig:
             "the chunked loss does not support label smoothing",
             "drop one of the two",
         )
-        require(
-            bool(re.fullmatch(r"none|int8|powersgd:[1-9]\d*", self.compress)) or 0 < _fraction(self.compress) <= 1,
-            f"--compress {self.compress}",
-            "must be none, int8, topk:F with 0 < F <= 1, or powersgd:R with a whole number R of at least 1",
-            "use --compress int8",
-        )
+        read_compression(self.compress)
         require(
             self.offload_dir is None or self.offload.startswith("optimizer"),
             f"--offload-dir {self.offload_dir} with --offload {self.offload}",
@@ -121,6 +116,11 @@ class TrainConfig:
         )
 
     @property
+    def compression(self) -> Compression | None:
+        """The compression of gradients; None: none."""
+        return read_compression(self.compress)
+
+    @property
     def batches(self) -> BatchSizes:
         """The global batch size of every step."""
         if self.batch_size_schedule is None:
@@ -146,9 +146,3 @@ class TrainConfig:
             f"must be the largest of --batch-size-schedule {self.batch_size_schedule}",
             f"give {largest}, or drop it, also from the files of --config",
         )
-
-
-def _fraction(compress: str) -> float:
-    """Return the F of topk:F; 0 for other values."""
-    match = re.fullmatch(r"topk:(\d*\.?\d+(?:e-?\d+)?)", compress)
-    return float(match[1]) if match else 0.0

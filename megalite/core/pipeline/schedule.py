@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megalite.core.base.errors import UserError
-from megalite.core.parts.schedules.pipeline import SCHEDULES, Op, Orders, PipelineSchedule, Placement
+from megalite.core.options.parallel import SCHEDULES
+from megalite.core.pipeline.order import Op, Orders, PipelineSchedule, Placement
 
 __all__ = ["Costs", "Op", "Placement", "Schedule", "build_schedule"]
 

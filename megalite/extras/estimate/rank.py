@@ -180,7 +180,7 @@ def check_request(cfg: Config, grid: Grid, rank: int, streams: bool = False) -> 
     t = cfg.train
     refused = {
         f"--offload {t.offload}": t.offload != "none" and not streams,
-        f"--compress {t.compress}": t.compress.startswith("powersgd") and streams,  # reads values of its factors
+        f"--compress {t.compress}": t.compression is not None and t.compression.reads_values and streams,
         "--compile": t.compile,
     }
     for flag in (flag for flag, is_set in refused.items() if is_set):
@@ -207,7 +207,7 @@ def _label_states(tracker: Tracker, engine: Engine[Config]) -> None:
     tracker.label("optimizer states", [state.flat for state in engine.optimizer.states()])
     for bucket in engine.optimizer.buckets:
         tracker.label("gradients", [bucket.grad, bucket.grad_share])
-        tracker.label("weights", [bucket.weights, bucket.weight_share])
+        tracker.label("weights", [bucket.weights, bucket.store.share])
     tracker.label_rest("other states")
     output = {id(stage.lm_head.weight) for stage in engine.stages.values() if stage.last}
     for bucket in engine.optimizer.buckets:

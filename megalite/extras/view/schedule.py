@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError
+from megalite.core.options.parallel import SCHEDULES
 from megalite.core.parts.schedules.choose import Request, choose_schedule, simulate_all
-from megalite.core.parts.schedules.pipeline import SCHEDULES
 from megalite.core.parts.schedules.simulate import MODES, Simulation, simulate
 from megalite.core.parts.schedules.validate import validate
 from megalite.core.pipeline.schedule import Costs, Schedule, build_schedule

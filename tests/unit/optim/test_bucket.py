@@ -16,6 +16,7 @@ from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.make_buckets import make_buckets
 from megalite.core.optim.optimizer import DistributedOptimizer
 from megalite.core.optim.shares import GradKind, Sharding, bucket_layout, plan_buckets
+from megalite.core.options.compression import read_compression
 from megalite.core.options.optim import OptimConfig
 from megalite.core.sharding import Layout, ParamSpec, Shard
 from megalite.core.sharding.parameter import ShardedParameter
@@ -182,7 +183,7 @@ def interrupted(rank: int, cut: bool, compress: str) -> tuple[list[int], torch.T
     """Begin a step again while its reduction is under way: bytes of the gradient when that is waited for, and a sum."""
     ctx = ParallelContext.create(Grid.of(2), CPU)
     params = parameters(2, (64,))
-    bucket = Bucket(params, KIND, ctx, sharded=Sharding(state=True, grad=cut), compress=compress)
+    bucket = Bucket(params, KIND, ctx, sharded=Sharding(state=True, grad=cut), compression=read_compression(compress))
     sizes: list[int] = []
     for step in range(2):
         bucket.start_step(1)
@@ -315,11 +316,11 @@ def trained(rank: int, zero: int, dtype: torch.dtype) -> tuple[torch.Tensor, lis
             for i, param in enumerate(params):
                 param.add_grad(torch.arange(400.0).view(20, 20).sin() * (i + rank + step))
         norms.append(optimizer.finish_grads())
-        bucket.release()
+        bucket.store.release()
         sizes = [t.untyped_storage().nbytes() for t in (bucket.weights, bucket.grad)]
         optimizer.step(0.1, torch.tensor(1.0))
-    bucket.gather()
-    bucket.wait_weights()
+    bucket.store.gather()
+    bucket.store.wait()
     return torch.cat([p.detach().flatten() for p in params]), sizes, torch.stack(norms)
 
 

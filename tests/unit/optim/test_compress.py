@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.core.base.errors import UserError
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.mesh.seeding import philox
 from megalite.core.ops import resolve
-from megalite.core.optim import bucket
+from megalite.core.optim.codec import BucketParam
 from megalite.core.optim.make_buckets import make_buckets
 from megalite.core.optim.optimizer import DistributedOptimizer
-from megalite.core.optim.shares import INT8_BLOCK, Sharding
+from megalite.core.optim.shares import Sharding
+from megalite.core.options.compression import CODECS, Gradients, read_compression
 from megalite.core.options.optim import OptimConfig
-from megalite.core.parts.memory.compress import (
-    BucketParam,
-    PowerSGD,
-    TopK,
-    dequantize,
-    largest,
-    orthonormalize,
-    quantize,
-)
+from megalite.core.parts.codecs.int8 import INT8_BLOCK, dequantize, quantize
+from megalite.core.parts.codecs.powersgd import PowerSGD, orthonormalize
+from megalite.core.parts.codecs.topk import TopK, largest
 from megalite.core.sharding import Layout, ParamSpec, Shard
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.runtime.checkpoint.load import load_checkpoint
@@ -36,6 +33,7 @@ from tests.workers import WorkerPool
 CPU = torch.device("cpu")
 SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (30, 11), "b.weight": (40, 30), "c.bias": (30,)}
 STEPS, SCALE, WORLD = 4, 64.0, 3
+SPECS = ("int8", "topk:0.1", "powersgd:2")
 Grads = dict[str, np.ndarray]
 
 
@@ -103,11 +101,32 @@ def test_biases_of_experts_are_no_matrix() -> None:
         ShardedParameter.empty(Shard(ParamSpec(name, shape, sharded_dims), Layout(ctx.grid, 0)), torch.float32, CPU)
         for name, shape in {"up_proj.bias": (8, 12), "up_proj.weight": (8, 12, 6)}.items()
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        made: list[BucketParam] = []
-        patch.setattr(bucket, "make_codec", lambda spec, entries, *_: made.extend(entries))
-        make_buckets([params], ctx, sharded=Sharding.stage(0), bucket_size=None, compress="powersgd:1")
-    assert [p.name for p in PowerSGD(made, 96 + 576, ctx.dp, CPU, 1).matrices] == ["up_proj.weight"]
+    entries = [BucketParam.of(param, start) for param, start in zip(params, (0, 96))]
+    assert [p.name for p in PowerSGD(entries, 96 + 576, ctx.dp, CPU, 1).matrices] == ["up_proj.weight"]
+
+
+def test_every_codec_reads_its_argument_and_no_other() -> None:
+    assert {spec.partition(":")[0] for spec in SPECS} == {*CODECS}
+    assert read_compression("none") is None
+    for spec in SPECS:
+        compression = read_compression(spec)
+        assert compression == read_compression(spec)
+        assert compression is not None
+        kept, within = compression.memory(Gradients(1000, 400, 600, [(20, 30)]))
+        assert kept >= 0 < within
+        assert compression.element_bytes < 4
+    rule = "must be none, int8, topk:F with 0 < F <= 1, or powersgd:R with a whole number R of at least 1"
+    arguments = {
+        "int8": ("", "1"),
+        "topk": ("", "0", "1.5"),
+        "powersgd": ("", "0", "1.5"),
+        "none": ("1",),
+        "zip": ("1",),
+    }
+    wrongs = [f"{name}:{argument}" for name, given in arguments.items() for argument in given]
+    for wrong in ("", "topk", "powersgd", *wrongs):
+        with pytest.raises(UserError, match=re.escape(f"--compress {wrong}: {rule}")):
+            read_compression(wrong)
 
 
 def optimizer_of(ctx: ParallelContext, compress: str, zero: int) -> DistributedOptimizer:
@@ -119,7 +138,9 @@ def optimizer_of(ctx: ParallelContext, compress: str, zero: int) -> DistributedO
     ]
     for param in params:
         param.data.zero_()
-    buckets = make_buckets([params], ctx, sharded=Sharding.stage(zero), bucket_size=None, compress=compress)
+    buckets = make_buckets(
+        [params], ctx, sharded=Sharding.stage(zero), bucket_size=None, compression=read_compression(compress)
+    )
     return DistributedOptimizer(buckets, OptimConfig(), ctx, resolve(None, CPU, torch.float32), overlap_gather=False)
 
 
@@ -226,7 +247,7 @@ def formula(compress: str, numel: int, zero: int) -> int:
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("compress", ["none", "int8", "topk:0.1", "powersgd:2"])
+@pytest.mark.parametrize("compress", ["none", *SPECS])
 def test_sums_residuals_and_bytes_are_those_of_numpy(pool: WorkerPool, compress: str, zero: int) -> None:
     ranks = pool.run(WORLD, sums, compress, zero)
     _, residual, _, numel, starts = ranks[0]

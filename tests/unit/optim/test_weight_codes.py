@@ -14,6 +14,7 @@ from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.shares import GradKind, Sharding
 from megalite.core.parts.quant.fp8 import Codes, quantize
 from megalite.core.parts.quant.fp8_products import select
+from megalite.core.parts.quant.weight_codes import WeightCodes
 from megalite.core.sharding import Layout, ParamSpec, Shard
 from megalite.core.sharding.parameter import ShardedParameter
 from tests.workers import WorkerPool
@@ -50,21 +51,21 @@ def gathered(rank: int, world: int, cases: range) -> list[str]:
             param.fp8 = fp8
             params.append(param)
         kind = GradKind(weight_decay=True, reduce=("dp",))
-        bucket = Bucket(params, kind, ctx, sharded=Sharding.stage(3))
+        bucket = Bucket(params, kind, ctx, sharded=Sharding.stage(3), sharded_weights=WeightCodes)
         for turn in range(2):
-            bucket.forget_codes()
-            bucket.gather()
-            bucket.wait_weights()
-            assert bucket.gathered
+            bucket.store.forget_codes()
+            bucket.store.gather()
+            bucket.store.wait()
+            assert bucket.store.gathered
             assert not bucket.weights.untyped_storage().nbytes()
             for w, param in zip(values, params):
                 for got, matrix in zip(param.codes, both_ways(w * (1 + turn)), strict=True):
                     same = equal(got, quantize(matrix, BLOCK, torch.float8_e4m3fn, power_of_2=True))
                     wrong += [] if same else [f"case {case}, {dtype}, turn {turn}, {param.shard.spec.name}"]
-            bucket.release()
-            assert not bucket.gathered
+            bucket.store.release()
+            assert not bucket.store.gathered
             assert all(param.codes is None for param in params)
-            bucket.weight_share.mul_(2)
+            bucket.store.share.mul_(2)
     return wrong
 
 

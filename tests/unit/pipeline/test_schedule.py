@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.core.base.errors import UserError
+from megalite.core.options.parallel import SCHEDULES
 from megalite.core.parts.schedules.choose import USUAL_COSTS, Request, choose_schedule, name_of, simulate_all
-from megalite.core.parts.schedules.pipeline import SCHEDULES, PipelineSchedule, naive
+from megalite.core.parts.schedules.pipeline import naive
 from megalite.core.parts.schedules.simulate import simulate
+from megalite.core.pipeline.order import PipelineSchedule
 from megalite.core.pipeline.schedule import Costs, Op, Placement, build_schedule
 from megalite.extras.view.schedule import order_sha
 from megalite.runtime.options.cli import parse

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.core.parts.schedules.pipeline import SCHEDULES
+from megalite.core.options.parallel import SCHEDULES
 from megalite.core.parts.schedules.simulate import MODES, DeadlockError, simulate
 from megalite.core.parts.schedules.validate import InvalidScheduleError, validate
 from megalite.core.pipeline.schedule import Costs, Op, build_schedule, lower

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from megalite.core.mesh.context import ParallelContext
-from megalite.core.parts.schedules.pipeline import Op
+from megalite.core.pipeline.order import Op
 from megalite.runtime.base.child import children, process_state, shared_memory, usage, waits_for_disk
 from megalite.runtime.base.untrusted import read_json
 from megalite.runtime.watch import watchdog

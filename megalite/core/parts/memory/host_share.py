@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from megalite.core.mesh import collectives
-from megalite.core.mesh.context import Axis
+from megalite.core.optim.weight_store import ShardedWeights, resize
 
 
-def on_host(share: torch.Tensor) -> torch.Tensor:
-    """Copy a share to host memory, pinned if it comes from a GPU."""
-    host = torch.empty(share.shape, dtype=share.dtype, pin_memory=share.is_cuda)
-    return host.copy_(share)
+class HostWeights(ShardedWeights):
+    """Sharded weights with this rank's share in host memory, pinned for a GPU.
 
-
-class HostGather:
-    """Work handle: copies this rank's share to the device, then gathers all shares.
-
-    On a GPU both run on a stream of their own and overlap with computation until `wait`.
-
-    Args:
-        weights: full weights of a bucket, flat and allocated.
-        owned: range of this rank's elements.
-        share: this rank's elements, on the host.
-        axis: axis of the ranks that share.
+    There a gather first copies the share to the device; both run on a stream of their own and overlap with computation
+    until `wait`.
     """
 
-    def __init__(self, weights: torch.Tensor, owned: slice, share: torch.Tensor, axis: Axis) -> None:
-        self._copied: Any = None
-        if not weights.is_cuda:
-            self._gathering = collectives.all_gather(weights, weights[owned].copy_(share), axis)
-        else:
-            stream = _upload_stream(weights.device)
-            # Earlier users of this memory run on the compute stream.
-            stream.wait_stream(torch.cuda.current_stream(weights.device))
-            with torch.cuda.stream(stream):
-                own = weights[owned].copy_(share, non_blocking=True)
-                self._gathering = collectives.all_gather(weights, own, axis)
-                self._copied = stream.record_event()
-        self.sent = self._gathering.sent
+    _copied: torch.cuda.Event | None = None
+
+    def _keep(self, share: torch.Tensor) -> torch.Tensor:
+        return torch.empty(share.shape, dtype=share.dtype, pin_memory=share.is_cuda).copy_(share)
+
+    def gather(self) -> None:
+        self.drop_codes()
+        resize(self.full, len(self.full))
+        if not self.full.is_cuda:
+            self._gathering = collectives.all_gather(self.full, self.full[self.owned].copy_(self.share), self.axis)
+            return
+        stream = _upload_stream(self.full.device)
+        # Earlier users of this memory run on the compute stream.
+        stream.wait_stream(torch.cuda.current_stream(self.full.device))
+        with torch.cuda.stream(stream):
+            own = self.full[self.owned].copy_(self.share, non_blocking=True)
+            self._gathering = collectives.all_gather(self.full, own, self.axis)
+            self._copied = stream.record_event()
 
     def wait(self) -> None:
         """Wait for the full weights; on a GPU, only the current stream waits."""
-        self._gathering.wait()
+        super().wait()
         if self._copied is not None:
             # On an axis of one rank there is no collective, only the copy.
             torch.cuda.current_stream().wait_event(self._copied)

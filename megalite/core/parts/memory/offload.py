@@ -21,10 +21,9 @@ from megalite.core.mesh.rendezvous import local_world_size
 from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.low_precision import state_dtypes
 from megalite.core.optim.shares import staging_bytes
+from megalite.core.optim.state_store import Update
 from megalite.core.options.optim import OptimConfig
 from megalite.core.parts.memory.offload_disk import DiskStates, Dtypes, buffer_bytes
-
-Update = tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]
 
 
 class States(Protocol):
@@ -69,7 +68,7 @@ class Offload:
         self, buckets: Sequence[Bucket], device: torch.device, folder: Path | None, cfg: OptimConfig = OptimConfig()
     ) -> None:
         self.buckets = buckets
-        shares = [bucket.weight_share.numel() for bucket in buckets]
+        shares = [bucket.store.share.numel() for bucket in buckets]
         dtypes = [state_dtypes(bucket, cfg) for bucket in buckets]
         state_bytes = sum(share * sum(dtype.itemsize for dtype in own) for share, own in zip(shares, dtypes))
         in_memory = state_bytes if folder is None else buffer_bytes(shares, dtypes)
@@ -78,17 +77,16 @@ class Offload:
             in_memory + staging, "--offload optimizer", "use more hosts or a larger dp, or give --offload-dir"
         )
         self.states: States = HostStates(shares, dtypes) if folder is None else DiskStates(folder, shares, dtypes)
+        self.flats = self.states.flats
+        for (master, *_), bucket in zip(self.flats, buckets):
+            master.copy_(bucket.store.share)
         self._staging = None if device.type == "cpu" else _Staging(buckets, device)
         where = "host memory" if folder is None else f"scratch files in {folder}"
         logger.info(f"offload: {state_bytes / 2**20:,.1f} MiB of this rank's optimizer state in {where}")
 
     def updates(self, returns_grads: bool = False) -> Iterator[Update]:
-        """Yield (masters and moments, gradient, weights to be written) of each bucket in order, all on the host.
-
-        Args:
-            returns_grads: the caller overwrites gradients for the device, not weights.
-        """
-        on_device = ((b.grad_share, b.weight_share) for b in self.buckets)
+        """Yield what an update of each bucket reads and writes, on the host (`StateStore.updates`)."""
+        on_device = ((b.grad_share, b.store.share) for b in self.buckets)
         shares = on_device if self._staging is None else self._staging.visit(returns_grads)
         for flats, (grad, weights) in zip(self.states.visit(), shares, strict=True):
             yield flats, grad, weights
@@ -99,7 +97,7 @@ class _Staging:
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
         self._buckets, self._device = buckets, device
-        largest = max(bucket.weight_share.numel() for bucket in buckets)
+        largest = max(bucket.store.share.numel() for bucket in buckets)
         # Allocated once: torch rounds pinned allocations up to powers of two, and pinning stalls all streams.
         self._grads = [torch.empty(largest, pin_memory=True) for _ in range(2)]
         dtype = buckets[0].weights.dtype
@@ -115,7 +113,7 @@ class _Staging:
         self._up.wait_stream(compute)
         self._fetch(0)
         for i, bucket in enumerate(self._buckets):
-            share, side = bucket.weight_share, i % 2
+            share, side = bucket.store.share, i % 2
             if returns_grads:
                 self._down.wait_event(self._sent[1 - side])  # the next gradient overwrites one that is copied back
             self._fetch(i + 1)

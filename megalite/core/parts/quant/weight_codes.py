@@ -14,77 +14,66 @@ import torch
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis
 from megalite.core.optim.shares import ParamShare
+from megalite.core.optim.weight_store import ShardedWeights
 from megalite.core.parts.quant.fp8 import Codes, amaxes, scales
 from megalite.core.parts.quant.fp8_products import Fp8
 
 
-class WeightCodes:
-    """Gathers the codes of a bucket.
+class WeightCodes(ShardedWeights):
+    """Sharded weights whose codes are gathered in their place; rows and columns are multiples of a block's."""
 
-    Args:
-        shares: what this rank's share holds of each parameter; rows and columns are multiples of a block's.
-        starts: position of each parameter in the bucket.
-        numel: number of elements of the bucket.
-        axis: ranks that each own a share.
-    """
-
-    def __init__(self, shares: Sequence[ParamShare], starts: Sequence[int], numel: int, axis: Axis) -> None:
-        self._shares = shares
-        self._starts = starts
-        self._numel = numel
-        self._axis = axis
+    def __init__(self, full: torch.Tensor, owned: slice, axis: Axis, shares: Sequence[ParamShare]) -> None:
+        super().__init__(full, owned, axis, shares)
         self._fp8: Fp8 = shares[0].param.fp8
         self._block = self._fp8.block("OI")
         self._own: torch.Tensor | None = None
         self._all: torch.Tensor | None = None
         self._scales: list[torch.Tensor] = []
-        self._work: collectives.Work = collectives.FinishedWork()
 
     @property
     def gathered(self) -> bool:
-        """Whether the codes of all shares have memory."""
-        return self._all is not None
+        return super().gathered or self._all is not None
 
-    def forget(self) -> None:
-        """Free the codes of this rank's share: weights change."""
+    def forget_codes(self) -> None:
         self._own = None
 
-    def start(self, share: torch.Tensor) -> None:
-        """Start gathering the codes of all shares; this rank's has the weights `share`."""
+    def gather(self) -> None:
+        """Start gathering the codes of all shares."""
+        self.drop_codes()
         if self._own is None:
-            self._own = self._quantize(share)
-        self._all = self._own.new_empty(self._numel)
-        self._work = collectives.all_gather(self._all, self._own, self._axis)
+            self._own = self._quantize(self.share)
+        self._all = self._own.new_empty(len(self.full))
+        self._gathering = collectives.all_gather(self._all, self._own, self.axis)
 
     def wait(self) -> None:
         """Wait for the codes, and give each parameter its own."""
-        self._work.wait()
-        if self._all is None or self._shares[0].param.codes is not None:
+        super().wait()
+        if self._all is None or self.shares[0].param.codes is not None:
             return
-        for own, start, scale in zip(self._shares, self._starts, self._scales):
-            param = own.param
+        for own, scale in zip(self.shares, self._scales):
+            param, start = own.param, self.owned.start + own.at - own.start
             matrices = self._all[start : start + param.numel()].view(torch.float8_e4m3fn).view(-1, *param.shape[-2:])
             param.codes = []
             for w, s in zip(matrices, scale.chunk(len(matrices))):
                 param.codes += [Codes(w, s, self._block), Codes(w.t().contiguous(), s.t().contiguous(), self._block)]
 
     def release(self) -> None:
-        """Free the gathered codes."""
+        super().release()
         self._all = None
 
     def _quantize(self, share: torch.Tensor) -> torch.Tensor:
         """Return the codes of this rank's share, uint8, and keep the scales that all ranks have agreed on."""
         rows, columns = self._block
-        grids = [(p.numel() // p.shape[-1] // rows, p.shape[-1] // columns) for p, *_ in self._shares]
+        grids = [(p.numel() // p.shape[-1] // rows, p.shape[-1] // columns) for p, *_ in self.shares]
         amax = torch.zeros(sum(down * right for down, right in grids), device=share.device)
         by_param = [flat.view(grid) for flat, grid in zip(amax.split([d * r for d, r in grids]), grids)]
-        tiles = [self._whole_blocks(own, share) for own in self._shares]
+        tiles = [self._whole_blocks(own, share) for own in self.shares]
         for (tile, first), most in zip(tiles, by_param):
             most[first : first + len(tile) // rows] = amaxes(tile, self._block)
-        collectives.all_reduce(amax, self._axis, collectives.MAX).wait()
+        collectives.all_reduce(amax, self.axis, collectives.MAX).wait()
         recipe, codes = self._fp8.recipe, torch.zeros(len(share), dtype=torch.uint8, device=share.device)
         self._scales = [scales(most, torch.float8_e4m3fn, recipe.power_of_2) for most in by_param]
-        for own, (tile, first), most in zip(self._shares, tiles, by_param):
+        for own, (tile, first), most in zip(self.shares, tiles, by_param):
             bits = self._fp8.codes(tile, "OI", most[first : first + len(tile) // rows]).codes.view(torch.uint8)
             at = own.start - first * rows * tile.shape[1]
             codes[own.span] = bits.flatten()[at : at + own.numel]

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megalite.core.base.errors import UserError
+from megalite.core.options.parallel import SCHEDULES
 from megalite.core.options.step import StepConfig
-from megalite.core.parts.schedules.pipeline import SCHEDULES, PipelineSchedule
 from megalite.core.parts.schedules.simulate import Simulation, simulate
 from megalite.core.parts.schedules.steady import extend, sample_sizes
+from megalite.core.pipeline.order import PipelineSchedule
 from megalite.core.pipeline.schedule import Costs, Schedule, build_schedule, check_schedule, compute_orders
 
 # Simulated times within this factor count as equal; the schedule that holds fewer activations is chosen.

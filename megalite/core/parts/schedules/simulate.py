@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, product
 
-from megalite.core.parts.schedules.pipeline import Op
+from megalite.core.pipeline.order import Op
 from megalite.core.pipeline.schedule import Costs, Program, Schedule, needed_by
 
 MODES = ("free", "dir", "blocking")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megalite.core.parts.schedules.pipeline import SCHEDULES, PipelineSchedule
+from megalite.core.options.parallel import SCHEDULES
+from megalite.core.pipeline.order import PipelineSchedule
 from megalite.core.pipeline.schedule import compute_orders
 
 

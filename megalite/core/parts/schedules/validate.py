@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megalite.core.parts.schedules.pipeline import COMPUTE_KINDS, TRANSFER_KINDS, Op
 from megalite.core.parts.schedules.simulate import MODES, event_graph, program_peaks, topological_order
+from megalite.core.pipeline.order import COMPUTE_KINDS, TRANSFER_KINDS, Op
 from megalite.core.pipeline.schedule import Program, Schedule, consumer_stage, needed_by, product_of
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megalite.core.parts.schedules.pipeline import SCHEDULES, PipelineSchedule
+from megalite.core.options.parallel import SCHEDULES
+from megalite.core.pipeline.order import PipelineSchedule
 from megalite.core.pipeline.schedule import Op, compute_orders, placement_of
 
 Counts = tuple[int, ...]

@@ -35,7 +35,7 @@ from megalite.extras.plan.memory.in_flight import InFlight, in_flight_by_rank, s
 from megalite.extras.plan.memory.matrices import placed_matrices, update_bytes
 from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, split, vocab_rows
 from megalite.extras.plan.memory.states import group_of, states_of, widened_bytes
-from megalite.extras.plan.memory.units import sides_of, units_of
+from megalite.extras.plan.memory.units import shapes_of, units_of
 from megalite.runtime.options.run import Config
 
 # Bytes per logit of temporary fp32 copies in the torch reference of the loss; kernels work in place.
@@ -103,16 +103,16 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
         (matrices, of_experts), ranks = placed_matrices(cfg, grid, layers, held), grid.batch_ranks
         group = group_of(cfg, ranks, ranks)
         units = units_of(*of_rank, False)
-        sides = sides_of(*of_rank, False)
+        shapes = shapes_of(*of_rank, False)
         coded = coded_units(*of_rank, group, False)
-        states = states_of(cfg, units, coded, ranks, element_size(cfg), apart, sides, matrices.elements)
+        states = states_of(cfg, units, coded, ranks, element_size(cfg), apart, shapes, matrices.elements)
         update = widened_bytes(cfg, units, ranks, ranks)
         codes, made = code_bytes(*of_rank, group, experts=False)
         own = list(filter(None, units_of(*of_rank, experts=True)))
         if grid.experts is not None and own:
             copies, group = grid.experts.batch_ranks, group_of(cfg, grid.experts.batch_ranks, ranks)
-            sides, coded = sides_of(*of_rank, True), list(filter(None, coded_units(*of_rank, group, True)))
-            states += states_of(cfg, own, coded, copies, element_size(cfg), apart, sides, of_experts.elements, ranks)
+            shapes, coded = shapes_of(*of_rank, True), list(filter(None, coded_units(*of_rank, group, True)))
+            states += states_of(cfg, own, coded, copies, element_size(cfg), apart, shapes, of_experts.elements, ranks)
             update = max(update, widened_bytes(cfg, own, copies, ranks))
             codes, made = map(add, (codes, made), code_bytes(*of_rank, group, experts=True))
         out.append(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from operator import add
 
 from megalite.core.base.hardware import pinned_bytes
-from megalite.core.optim.shares import INT8_BLOCK, group_among, plan_buckets, staging_bytes
-from megalite.extras.plan.memory.units import Sides, UnitSizes
+from megalite.core.optim.shares import group_among, plan_buckets, staging_bytes
+from megalite.core.options.compression import Gradients
+from megalite.extras.plan.memory.units import Shapes, UnitSizes
 from megalite.runtime.options.run import Config
 from megalite.runtime.recover.offsite import NUM_SLOTS
 
@@ -45,7 +46,7 @@ def states_of(
     dp: int,
     element: int,
     split: bool,
-    sides: Sides = (0, 0),
+    shapes: Shapes = (),
     matrices: int = 0,
     of: int | None = None,
 ) -> States:
@@ -56,7 +57,7 @@ def states_of(
         coded: elements of each that are gathered as FP8 codes, from `coded_units`.
         element: bytes of a weight.
         split: whether the schedule splits the backward pass.
-        sides: sides of the matrices that PowerSGD compresses, from `sides_of`.
+        shapes: matrices whose gradients are compressed, from `shapes_of`.
         matrices: elements of the blocks' matrices, from `matrices_of`.
         of: number of batch ranks, where only `dp` of them hold the same parameters (experts).
     """
@@ -65,7 +66,7 @@ def states_of(
     zero, cut = cfg.zero_stage(group), _cut(cfg, stages, group)
     total, gathered = sum(sum(unit) for units in stages for unit in units), sum(map(sum, cut))
     grad, sent, arriving = _gradient_bytes(cfg, dp)
-    left, compressing = _compression(cfg, stages, sides, dp) if dp > 1 and t.compress != "none" else (0, 0)
+    left, compressing = _compression(cfg, stages, shapes, dp) if dp > 1 else (0, 0)
     shared = total if zero == 2 else gathered
     weights = element * (total - gathered) + (0 if params_away else element * -(-gathered // group))
     ranks = group if zero else 1
@@ -157,20 +158,15 @@ def _ranks_of_host() -> int:
     return local_world_size()
 
 
-def _compression(cfg: Config, stages: Sequence[Sequence[UnitSizes]], sides: Sides, dp: int) -> tuple[int, int]:
+def _compression(cfg: Config, stages: Sequence[Sequence[UnitSizes]], shapes: Shapes, dp: int) -> tuple[int, int]:
     """Compute the bytes that `--compress` keeps between steps, and those that it uses within a step."""
+    compression = cfg.train.compression
+    if compression is None:
+        return 0, 0
     total, largest = sum(sum(unit) for units in stages for unit in units), _largest_bucket(cfg, stages, dp)
-    codec, _, number = cfg.train.compress.partition(":")
     # Messages of other buckets, sent and received, wait until all gradients are complete.
     waiting = total - largest if cfg.parallel.overlap_grad_reduce else 0
-    if codec == "int8":
-        # While a bucket is quantized there are three copies of it.
-        return 0, round(2 * (1 + 4 / INT8_BLOCK) * waiting) + 12 * largest
-    if codec == "topk":
-        # The residual, and the next one until the update; sorting takes the values twice, and indices.
-        return 4 * total, 4 * total + round(16 * float(number) * waiting) + 16 * largest
-    left, right = (4 * int(number) * side for side in sides)
-    return 4 * total + right, 4 * total + left + right + 8 * largest
+    return compression.memory(Gradients(total, largest, waiting, shapes))
 
 
 def _gradient(cfg: Config, largest: int, total: int, copies: int) -> int:

@@ -20,8 +20,8 @@ from megalite.runtime.options.run import Config
 
 UnitSizes = tuple[int, ...]
 """Number of elements on one rank of each kind of parameter, of an embedding, block, norm or output layer."""
-Sides = tuple[int, int]
-"""Sum of the rows and sum of the columns of a rank's matrices."""
+Shapes = Sequence[tuple[int, int]]
+"""(rows, columns) of each matrix of a rank."""
 
 
 def units_of(
@@ -39,16 +39,15 @@ def units_of(
     return [[sizes[name] for name in names if name in sizes] for names in names_of(cfg, layers, held)]
 
 
-def sides_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], experts: bool | None = None) -> Sides:
-    """Sum the sides of the matrices that PowerSGD compresses on a rank; arguments as for `units_of`."""
-    codec, _, rank = cfg.train.compress.partition(":")
-    if codec != "powersgd":
-        return 0, 0
+def shapes_of(
+    cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], experts: bool | None = None
+) -> Shapes:
+    """List the matrices of a rank whose gradients are compressed; arguments as for `units_of`."""
+    if cfg.train.compression is None:
+        return ()
     held_units = {name for names in names_of(cfg, layers, held) for name in names}
     shapes = Cut.of(cfg, tp).shapes(cfg.model, experts)
-    matrices = [(math.prod(s[:-1]), s[-1]) for p, s in shapes if p.ndim > 1 and unit_of(p.name) in held_units]
-    matrices = [s for s in matrices if int(rank) * sum(s) < math.prod(s)]
-    return sum(rows for rows, _ in matrices), sum(columns for _, columns in matrices)
+    return [(math.prod(s[:-1]), s[-1]) for p, s in shapes if p.ndim > 1 and unit_of(p.name) in held_units]
 
 
 def names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[list[str]]:

@@ -40,7 +40,7 @@ class Engine:
     overlap_pp: bool = True
     overlap_dp: bool = True
     overlap_gather: bool = True
-    grad_bytes: int = 4
+    grad_bytes: float = 4
     saves_half: bool = False
     accumulate: int = 0
     host: float = 0.0
@@ -60,6 +60,7 @@ def engine_of(cfg: Config) -> Engine:
         back = (sum(back), 0)
     # Of a forward product in chunks, one chunk's collective is in the open.
     ahead = 4 / p.tp_chunks if beside else 4
+    plain = 2 if "bf16" in (t.grad_dtype, t.grad_reduce_dtype) else 4
     return Engine(
         flash=cfg.model.attention_softcap is None,
         tp_waits=(ahead, back[0]),
@@ -67,7 +68,7 @@ def engine_of(cfg: Config) -> Engine:
         overlap_pp=beside,
         overlap_dp=p.overlap_grad_reduce and beside,
         overlap_gather=p.overlap_param_gather and beside,
-        grad_bytes=1 if t.compress != "none" else 2 if "bf16" in (t.grad_dtype, t.grad_reduce_dtype) else 4,
+        grad_bytes=plain if t.compression is None else t.compression.element_bytes,
     )
 
 

@@ -89,8 +89,8 @@ import sys
 from megalite.extras.estimate.guard import install_guard
 install_guard()
 from megalite.extras.estimate import command
-from megalite.core.optim.bucket import Bucket
-Bucket.wait_weights = lambda bucket: None
+from megalite.core.optim.weight_store import WeightStore
+WeightStore.wait = lambda store: None
 command.main(sys.argv[1:])
 """
 RUN = (

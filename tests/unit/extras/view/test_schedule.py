@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megalite.core.base.errors import UserError
-from megalite.core.parts.schedules.pipeline import SCHEDULES
+from megalite.core.options.parallel import SCHEDULES
 from megalite.core.parts.schedules.simulate import simulate
 from megalite.core.pipeline.schedule import Costs, build_schedule
 from megalite.extras.view.schedule import main, text_timeline

@@ -1,0 +1,1 @@
+"""Codecs of gradients (`--compress`), one file each with `CODEC`, found by name."""

@@ -1,0 +1,65 @@
+"""`--compress int8`: each rank sends its gradients in 8 bits; what rounding loses is not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.core.mesh.context import Axis
+from megalite.core.optim.codec import BucketParam
+from megalite.core.options.compression import Compression, Gradients
+from megalite.core.parts.codecs.exchange import ExchangeCodec
+
+INT8_BLOCK = 256
+"""Elements per scale of gradients sent in 8 bits."""
+
+
+class Int8(ExchangeCodec):
+    """8 bits per element and one fp32 scale per `INT8_BLOCK` elements, no residual (after Dettmers et al. 2022)."""
+
+    def _send(self, x: Tensor) -> None:
+        codes, scales = quantize(x.view(self.axis.size, -1))
+        self._send_rows(torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), 1))
+
+    def _add(self, total: Tensor, row: Tensor) -> None:
+        codes, scales = row[: self._share], row[self._share :].clone()
+        total += dequantize(codes.view(torch.int8), scales.view(torch.float32))
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize rows [d, n] to int8 codes [d, n] and fp32 scales [d, blocks]: absmax / 127, rounded to nearest even."""
+    rows, n = x.shape
+    blocks = torch.nn.functional.pad(x, (0, -n % INT8_BLOCK)).view(rows, -1, INT8_BLOCK)
+    scales = blocks.abs().amax(2) / 127
+    # For denormals the scale may round down, even to 0.
+    codes = (blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(2)).round_().clamp_(-127, 127)
+    return codes.to(torch.int8).view(rows, -1)[:, :n].contiguous(), scales
+
+
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """Undo `quantize` for one row: int8 codes [n], scales [blocks] -> fp32 [n]."""
+    return codes.float().mul_(scales.repeat_interleave(INT8_BLOCK)[: len(codes)])
+
+
+@dataclass(frozen=True)
+class Int8Compression(Compression):
+    """`--compress int8`."""
+
+    form = "int8"
+
+    @classmethod
+    def read(cls, argument: str | None) -> Compression | None:
+        return cls() if argument is None else None
+
+    def codec(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> Int8:
+        return Int8(params, numel, axis, device)
+
+    def memory(self, grads: Gradients) -> tuple[int, int]:
+        # While a bucket is quantized there are three copies of it; messages are both sent and received.
+        return 0, round(2 * (1 + 4 / INT8_BLOCK) * grads.waiting) + 12 * grads.largest
+
+
+CODEC = Int8Compression
