@@ -17,7 +17,7 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis
 from megalite.core.mesh.grid import Grid
 from megalite.core.model import layers
-from megalite.core.optim import bucket
+from megalite.core.optim import bucket, weight_store
 from megalite.core.pipeline.observe import Observer
 from megalite.core.pipeline.schedule import Op
 from megalite.core.sharding.parameter import ShardedParameter
@@ -121,7 +121,10 @@ class Checker(Observer):
         while frame is not None and not module:
             code, local = frame.f_code, frame.f_locals
             backward |= code.co_name == "backward"
-            typed &= code.co_name not in OWN_STATISTICS and code.co_filename != bucket.__file__
+            typed &= code.co_name not in OWN_STATISTICS and code.co_filename not in (
+                bucket.__file__,
+                weight_store.__file__,
+            )
             if code.co_filename not in (__file__, threads.__file__, collectives.__file__):
                 caller = caller or code.co_name
             module = getattr(local.get("ctx"), "place", "")

@@ -19,7 +19,7 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.optim.codec import BucketParam, Codec
 from megalite.core.optim.shares import GradKind, ParamShare, Sharding, bucket_layout
-from megalite.core.optim.weight_store import ShardedWeights, WeightStore, resize
+from megalite.core.optim.weight_store import GatheredWeights, ShardedWeights, WeightStore, resize
 from megalite.core.options.compression import Compression
 from megalite.core.options.update_rule import RULES
 from megalite.core.sharding.parameter import ShardedParameter
@@ -105,7 +105,8 @@ class Bucket:
         for param, start in zip(params, self.starts):
             self._adopt(param, start)
         self._padding = self._gaps()
-        kind_of_store = sharded_weights if sharded.weights else WeightStore
+        full = GatheredWeights if sharded.state else WeightStore
+        kind_of_store = sharded_weights if sharded.weights else full
         self.store = kind_of_store(self.weights, self.owned, self.share_axis, self.param_shares)
         apart = sharded.grad or grad_dtype != torch.float32
         self._grad_share = torch.zeros(share, dtype=torch.float32, device=like.device) if apart else None

@@ -12,7 +12,7 @@ from megalite.core.optim.shares import ParamShare
 
 
 class WeightStore:
-    """Full weights on every rank; those of other ranks' shares are gathered after an update.
+    """Full weights on every rank, each of which updates all of them.
 
     Args:
         full: full weights of a bucket, flat.
@@ -37,8 +37,6 @@ class WeightStore:
     def gather(self) -> None:
         """Start gathering the shares of all ranks; the weights are complete after `wait`."""
         self.drop_codes()
-        if len(self.share) < len(self.full):
-            self._gathering = collectives.all_gather(self.full, self.share, self.axis)
 
     def wait(self) -> None:
         """Wait until the full weights are gathered."""
@@ -56,7 +54,15 @@ class WeightStore:
             own.param.codes = None
 
 
-class ShardedWeights(WeightStore):
+class GatheredWeights(WeightStore):
+    """Full weights on every rank; those of other ranks' shares are gathered after an update. Arguments as above."""
+
+    def gather(self) -> None:
+        super().gather()
+        self._gathering = collectives.all_gather(self.full, self.share, self.axis)
+
+
+class ShardedWeights(GatheredWeights):
     """Full weights only between `gather` and `release`, this rank's share always (ZeRO-3); arguments as above."""
 
     def __init__(self, full: torch.Tensor, owned: slice, axis: Axis, shares: Sequence[ParamShare]) -> None:
@@ -68,9 +74,8 @@ class ShardedWeights(WeightStore):
         return share.clone()
 
     def gather(self) -> None:
-        self.drop_codes()
         resize(self.full, len(self.full))
-        self._gathering = collectives.all_gather(self.full, self.share, self.axis)
+        super().gather()
 
     def release(self) -> None:
         self.wait()

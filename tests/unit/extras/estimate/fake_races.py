@@ -19,6 +19,7 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.grid import Grid
 from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.gather_chain import GatherChain
+from megalite.core.optim.weight_store import WeightStore
 from megalite.core.pipeline.observe import Observer
 from megalite.core.pipeline.schedule import Op
 from megalite.core.step import train_step
@@ -63,7 +64,7 @@ def _chain_without_wait(chain: GatherChain, bucket: Bucket) -> None:
 
 # Name of a mutant: (case, what is replaced by what).
 MUTANTS: dict[str, tuple[str, tuple[Any, str, Callable[..., None]]]] = {
-    "weights are not waited for": ("zero3-gpt2", (Bucket, "wait_weights", _nothing)),
+    "weights are not waited for": ("zero3-gpt2", (WeightStore, "wait", _nothing)),
     "a reduction is not waited for": ("zero2-llama", (Bucket, "_wait_reduction", _settle_without_wait)),
     "the chain does not wait": ("tp2-pp2-dp2-zero1-llama", (GatherChain, "wait", _chain_without_wait)),
     "the host does not wait for copies": ("offload-optimizer", (races.FakeEvent, "synchronize", _nothing)),
