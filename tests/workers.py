@@ -7,6 +7,7 @@ returns the list of results. `fn` must be a top-level function of a file under t
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing as mp
 import os
@@ -48,6 +49,8 @@ def _serve(connection: Connection, rank: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # All that the forked process has imported: a full collection would look at each object of it.
+    gc.freeze()
     while True:
         try:
             job = connection.recv()

@@ -63,12 +63,11 @@ def gemma3(num_layers: int = 4, **options: Any) -> ModelConfig:
 
 
 def make_config(model: ModelConfig, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
-    """A run config around a tiny model; with experts, eight ranks of ep have samples."""
-    size = 1 if model.num_experts else 2
+    """A run config around a tiny model."""
     return Config(
         model=model,
         parallel=ParallelConfig(**{"vocab_divisible_by": 8, "bucket_size": 5000, **(parallel or {})}),
-        train=TrainConfig(**{"micro_batch_size": size, "global_batch_size": BATCH, "train_steps": STEPS, **train}),
+        train=TrainConfig(**{"micro_batch_size": 1, "global_batch_size": BATCH, "train_steps": STEPS, **train}),
         optim=OPTIM,
     )
 

@@ -129,7 +129,7 @@ def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
     cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
     ranks = pool.run(world, balanced, cfgs, world)
     for i, (model, zero, more, train) in enumerate(rows):
-        single = scaled(jobs.make_config(model, micro_batch_size=train.get("micro_batch_size", 1)))
+        single = scaled(jobs.make_config(model, micro_batch_size=cfgs[i].train.micro_batch_size))
         assert_same([rank[i] for rank in ranks], single, f"{shape} zero {zero} {more} {train}")
 
 

@@ -130,7 +130,7 @@ def with_fault(rank: int, fault: str, cfgs: list[Config], world: int) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["no chunks", "temperature by local index", "weights of other tokens"])
 def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
-    ranks = pool.run(2, with_fault, fault, [config(CHUNKED, 1, {"cp": 2})], 2)
+    ranks = pool.run(2, with_fault, fault, [config(CHUNKED, 1, {"cp": 2}, micro_batch_size=1)], 2)
     with pytest.raises(AssertionError):
         assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(CHUNKED))), fault)
 

@@ -19,7 +19,8 @@ STEPS = 200
 
 def config(compress: str, zero: int = 1) -> Config:
     parallel = {"zero": zero, "bucket_size": 40_000}
-    cfg = jobs.make_config(jobs.llama(1), parallel, compress=compress, global_batch_size=4, train_steps=STEPS)
+    train = {"compress": compress, "micro_batch_size": 1, "global_batch_size": 4, "train_steps": STEPS}
+    cfg = jobs.make_config(jobs.llama(1), parallel, **train)
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, lr=0.005))
 
 

@@ -177,7 +177,7 @@ def test_loss_is_divided_once_by_the_true_count(pool: WorkerPool) -> None:
     assert [targets for *_, targets in want] == pytest.approx([140, 8, 90, 5])
     # By hand, from the loss of each sample: megalite's mean over samples of one answer each.
     alone = [answers(counts)[i : i + 1] for i in range(8)]
-    one = jobs.start(0, jobs.make_config(model, global_batch_size=1), 1)
+    one = jobs.start(0, jobs.make_config(model, micro_batch_size=1, global_batch_size=1), 1)
     from megalite.core.step import eval_step
 
     means = np.array([eval_step(one, rows)[0] for rows in alone])
@@ -190,7 +190,7 @@ def test_loss_is_divided_once_by_the_true_count(pool: WorkerPool) -> None:
         (2, [{"pp": 2}, {"pp": 2, "schedule": "zb-h1"}]),
         (4, [{}]),
     ):
-        cfgs = [jobs.make_config(model, layout) for layout in layouts]
+        cfgs = [jobs.make_config(model, layout, micro_batch_size=1) for layout in layouts]
         for rank in pool.run(world, learned, cfgs, world, batches):
             for got in rank:
                 np.testing.assert_allclose(got, want, rtol=1e-5)

@@ -88,7 +88,7 @@ GRID: Grid = {
     ],
     ranks_of(4, ep=4): [(EXPERTS, 1, {}, {"micro_batch_size": 2}), (SHARED, 3, {}, {"recompute": "full"})],
     ranks_of(4, ep=2, cp=2): [(EXPERTS, 2, {"cp_comm": "ring"}, {}), (LITE, 1, {}, {})],
-    ranks_of(8): [(GPT2, 1, {}, {}), (LLAMA, 3, {"zero_group": "2"}, {})],
+    ranks_of(8): [(GPT2, 1, {}, {"micro_batch_size": 1}), (LLAMA, 3, {"zero_group": "2"}, {"micro_batch_size": 1})],
     ranks_of(8, tp=2, pp=2): [
         (GPT2, 1, {"schedule": "zb-h1"}, {"recompute": "full", "micro_batch_size": 2}),
         (GEMMA2, 3, {"schedule": "1f1b", "sequence_parallel": False}, {}),
@@ -107,7 +107,7 @@ def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
     ranks = pool.run(world, trained, cfgs, world)
     for i, (model, zero, more, train) in enumerate(rows):
         # Routers balance a micro-batch; what else there is does not know of them.
-        size = train.get("micro_batch_size", 1) if model.num_experts else 1
+        size = cfgs[i].train.micro_batch_size if model.num_experts else 1
         single = scaled(jobs.make_config(model, micro_batch_size=size))
         assert_same([rank[i] for rank in ranks], single, f"{shape} {model.arch} zero {zero} {more} {train}")
 

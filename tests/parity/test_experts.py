@@ -76,9 +76,12 @@ GRID: dict[Shape, list[Row]] = {
         (QWEN, 3, {"zero_group": "2"}, {"recompute": "full"}),
         (MIXTRAL, 2, {"zero_reduce": "step"}, {"loss_chunk": 5}),
     ],
-    ranks_of(8, ep=2): [(MIXTRAL, 1, {}, {})],
-    ranks_of(8, ep=8): [(MIXTRAL, 1, {}, {}), (QWEN, 3, {}, {})],
-    ranks_of(8, ep=4): [(MIXTRAL, 2, {}, {"recompute": "full"}), (SWITCH, 3, {}, {})],
+    ranks_of(8, ep=2): [(MIXTRAL, 1, {}, {"micro_batch_size": 1})],
+    ranks_of(8, ep=8): [(MIXTRAL, 1, {}, {"micro_batch_size": 1}), (QWEN, 3, {}, {"micro_batch_size": 1})],
+    ranks_of(8, ep=4): [
+        (MIXTRAL, 2, {}, {"recompute": "full", "micro_batch_size": 1}),
+        (SWITCH, 3, {}, {"micro_batch_size": 1}),
+    ],
     ranks_of(2, tp=2): [
         (MIXTRAL, 1, {}, {}),
         (QWEN, 1, {"sequence_parallel": False}, {"micro_batch_size": 2}),
@@ -136,7 +139,7 @@ def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
     cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
     ranks = pool.run(world, trained, cfgs, world)
     for i, (model, zero, more, train) in enumerate(rows):
-        size = train.get("micro_batch_size", 1)
+        size = cfgs[i].train.micro_batch_size
         single = scaled(jobs.make_config(model, precision=train.get("precision", "fp32"), micro_batch_size=size))
         what = f"{shape} zero {zero} {more} {train}"
         assert_close([rank[i] for rank in ranks], *one_process(single), what)
@@ -182,7 +185,7 @@ def compiled(rank: int, cfgs: Sequence[Config], world: int) -> Any:
 def test_compiled_blocks(pool: WorkerPool, layout: dict[str, Any], train: dict[str, Any]) -> None:
     """Experts run outside of the compiled code, with the pass of their micro-batch."""
     model = replace(MIXTRAL, num_layers=1)
-    ranks = pool.run(2, compiled, [config(model, 1, layout, compile=True, ops="torch", **train)], 2)
+    ranks = pool.run(2, compiled, [config(model, 1, layout, micro_batch_size=1, compile=True, ops="torch", **train)], 2)
     assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(model))), f"compiled {layout}")
 
 
@@ -202,7 +205,7 @@ def test_schedules_are_bitwise_the_same(pool: WorkerPool) -> None:
 
 def test_balance_by_sequence_does_not_know_micro_batches() -> None:
     for model, same in ((MIXTRAL, True), (QWEN, False)):
-        steps, gradients = one_process(scaled(jobs.make_config(model)))
+        steps, gradients = one_process(scaled(jobs.make_config(model, micro_batch_size=1)))
         for size in (2, 4):
             more_steps, more = one_process(scaled(jobs.make_config(model, micro_batch_size=size)))
             np.testing.assert_allclose(more_steps[0], steps[0], rtol=1e-5 if same else 1e-2)
@@ -281,7 +284,7 @@ FAULTS: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
     world, model, parallel = FAULTS[fault]
-    ranks = pool.run(world, with_fault, fault, [config(model, 1, parallel)], world)
+    ranks = pool.run(world, with_fault, fault, [config(model, 1, parallel, micro_batch_size=1)], world)
     with pytest.raises(AssertionError):
         assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(model))), fault)
 

@@ -22,7 +22,7 @@ from tests.unit.checkpoint.hf_models import load_model, make_model
 from tests.unit.checkpoint.test_hf import read_all
 from tests.workers import WorkerPool
 
-FAMILIES, STEPS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), 5
+FAMILIES, STEPS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), 3
 # Rows with latent attention, groups, or biases that move after every step: (family, world, layout).
 BALANCED: list[tuple[str, int, dict[str, Any]]] = [
     (family, world, layout)
@@ -37,12 +37,10 @@ BALANCED: list[tuple[str, int, dict[str, Any]]] = [
         "kimi_k2",
     )
     for world, layout in (
-        (4, {"ep": 2, "tp": 2}),
-        (4, {"ep": 4, "zero": 3}),
+        (4, {"ep": 2, "tp": 2, "sequence_parallel": False}),
         (4, {"ep": 2, "cp": 2}),
         (2, {"pp": 2, "schedule": "zb-h1"}),
-        (2, {"tp": 2, "sequence_parallel": False}),
-        (4, {"ep": 4, "tp": 2, "etp": "1"}),
+        (4, {"ep": 4, "tp": 2, "etp": "1", "zero": 3}),
     )
 ]
 # World -> layouts; every family in the first of each, one in the others.
@@ -168,7 +166,7 @@ def test_every_layout_follows_transformers(
         check(ranks, expected, root, f"{family} {layout}")
 
 
-@pytest.mark.parametrize("row", always_run(BALANCED, *(BALANCED[i] for i in (0, 7, 24, 32, 38))), ids=str)
+@pytest.mark.parametrize("row", always_run(BALANCED, *(BALANCED[i] for i in (0, 7, 16, 21, 25))), ids=str)
 def test_latents_and_biases_follow_transformers(pool: WorkerPool, models: Any, tmp_path: Path, row: Any) -> None:
     family, world, layout = row
     folder, *expected = models(family)

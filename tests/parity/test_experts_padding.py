@@ -165,7 +165,10 @@ STRONG: dict[Shape, list[Row]] = {
 GRID: dict[Shape, list[Row]] = {
     ranks_of(2): [(FURTHER, 2, {}, {"micro_batch_size": 4}), (MIXTRAL, 0, {}, {"loss_chunk": 5})],
     # A rank has padding alone.
-    ranks_of(8, ep=4): [(MIXTRAL, 1, {}, {}), (BIASED, 3, {}, {"recompute": "selective"})],
+    ranks_of(8, ep=4): [
+        (MIXTRAL, 1, {}, {"micro_batch_size": 1}),
+        (BIASED, 3, {}, {"recompute": "selective", "micro_batch_size": 1}),
+    ],
     ranks_of(4, ep=4, tp=2, etp="1"): [(FURTHER, 3, {}, {"recompute": "full"}), (MIXTRAL, 1, {}, {})],
     ranks_of(4, cp=4): [(FURTHER, 1, {"cp_comm": "ring"}, {})],
     ranks_of(8, ep=2, tp=2, pp=2): [
@@ -235,7 +238,7 @@ def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
     cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
     ranks = pool.run(world, trained, cfgs, world)
     for i, (model, zero, more, train) in enumerate(rows):
-        single = scaled(jobs.make_config(model, micro_batch_size=train.get("micro_batch_size", 1)))
+        single = scaled(jobs.make_config(model, micro_batch_size=cfgs[i].train.micro_batch_size))
         assert_close([rank[i] for rank in ranks], single, f"{shape} zero {zero} {more} {train}")
 
 
@@ -281,7 +284,7 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> lis
     ("fault", "layout"), [("weights of the first shard", {"tp": 2}), ("means over a rank's tokens", {})]
 )
 def test_mistakes_show(pool: WorkerPool, fault: str, layout: dict[str, Any]) -> None:
-    ranks = pool.run(2, with_fault, fault, [config(MIXTRAL, 1, layout)], 2)
+    ranks = pool.run(2, with_fault, fault, [config(MIXTRAL, 1, layout, micro_batch_size=1)], 2)
     with pytest.raises(AssertionError):
         assert_close([rank[0] for rank in ranks], scaled(jobs.make_config(MIXTRAL)), fault)
 

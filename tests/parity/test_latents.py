@@ -86,7 +86,7 @@ def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
     cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
     ranks = pool.run(world, trained, cfgs, world)
     for i, (model, zero, more, train) in enumerate(rows):
-        single = scaled(jobs.make_config(model, micro_batch_size=train.get("micro_batch_size", 1)))
+        single = scaled(jobs.make_config(model, micro_batch_size=cfgs[i].train.micro_batch_size))
         assert_same([rank[i] for rank in ranks], single, f"{shape} zero {zero} {more} {train}")
 
 
@@ -182,8 +182,9 @@ def test_compiled_blocks(pool: WorkerPool, row: tuple[int, ModelConfig, dict[str
     """Each block is traced once; latents are gathered outside of the compiled code."""
     world, model, layout, train = row
     model = replace(model, num_layers=layout.get("pp", 1))
-    ranks = pool.run(world, compiled, [config(model, 1, layout, compile=True, ops="torch", **train)], world)
-    single = scaled(jobs.make_config(model, micro_batch_size=train.get("micro_batch_size", 1)))
+    cfg = config(model, 1, layout, compile=True, ops="torch", **train)
+    ranks = pool.run(world, compiled, [cfg], world)
+    single = scaled(jobs.make_config(model, micro_batch_size=cfg.train.micro_batch_size))
     assert_same([rank[0] for rank in ranks], single, f"compiled {row}")
 
 

@@ -83,7 +83,7 @@ def micro_batch_size(parallel: dict[str, Any]) -> int:
 def test_loss_falls() -> None:
     losses = [loss for loss, _ in one_process(jobs.llama())]
     assert losses[0] == pytest.approx(np.log(jobs.VOCAB), rel=0.01)
-    assert losses[-1] < losses[0] - 0.02
+    assert losses[-1] < losses[0] - 0.01
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

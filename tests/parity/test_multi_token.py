@@ -254,7 +254,7 @@ def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
     packs = [row[-1] for row in rows]
     ranks = pool.run(world, trained, cfgs, world, packs)
     for i, (model, zero, more, train, _) in enumerate(rows):
-        single = scaled(jobs.make_config(model, micro_batch_size=train.get("micro_batch_size", 1)))
+        single = scaled(jobs.make_config(model, micro_batch_size=cfgs[i].train.micro_batch_size))
         assert_close([rank[i] for rank in ranks], with_factor(single), packs[i], f"{shape} zero {zero} {more} {train}")
 
 

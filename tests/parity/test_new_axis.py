@@ -53,7 +53,7 @@ def trained(rank: int, cfgs: list[Config], grid: Grid) -> list[tuple[list[tuple[
             engine.optimizer.init_parameters(cfg.train.seed)
             first = jobs.run_steps(engine, 1)
             boxes = boxes_of(engine)
-            results.append((first + jobs.run_steps(engine, 2, first=2), boxes))
+            results.append((first + jobs.run_steps(engine, 1, first=2), boxes))
             jobs.check_copies(engine)
     return results
 

@@ -82,13 +82,11 @@ def test_activations_return_as_they_left(pool: WorkerPool) -> None:
 
 
 def test_the_input_of_each_block_is_on_the_host_and_its_memory_is_reused() -> None:
-    engine = build_engine(
-        jobs.make_config(jobs.llama(), recompute="full", offload="activations"), ParallelContext.single()
-    )
+    cfg = jobs.make_config(jobs.llama(), recompute="full", offload="activations", micro_batch_size=1)
+    engine = build_engine(cfg, ParallelContext.single())
     engine.optimizer.init_parameters(1)
     jobs.run_steps(engine, 2)
-    offload = engine.stages[0]._offload
-    assert offload is not None
+    offload = engine.stages[0]._saving.__self__
     # Four blocks of one micro-batch at a time, fp32.
     assert offload.host_bytes == 4 * jobs.SEQ * 32 * 4
     assert sum(map(len, offload._free.values())) == 4
@@ -96,7 +94,7 @@ def test_the_input_of_each_block_is_on_the_host_and_its_memory_is_reused() -> No
 
 def config(folder: Path | None = None) -> Config:
     where = None if folder is None else str(folder)
-    return jobs.make_config(jobs.llama(), offload="optimizer", offload_dir=where)
+    return jobs.make_config(jobs.llama(), offload="optimizer", offload_dir=where, micro_batch_size=1)
 
 
 def skipped(rank: int, cfgs: list[Config]) -> list[bool]:

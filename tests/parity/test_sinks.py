@@ -94,7 +94,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
-    ranks = pool.run(2, with_fault, fault, [config(OSS, 1, FAULTS[fault])], 2)
+    ranks = pool.run(2, with_fault, fault, [config(OSS, 1, FAULTS[fault], micro_batch_size=1)], 2)
     with pytest.raises(AssertionError):
         assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(OSS))), fault)
 

@@ -180,8 +180,12 @@ def test_gradients_that_travel_in_bf16_are_a_copy() -> None:
 def net_bytes(run: Any) -> int:
     """Bytes allocated in `run` and still held by its result, by torch's allocator."""
     gc.collect()  # what earlier tests have left is not freed meanwhile
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        kept = run()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+            kept = run()
+    finally:
+        gc.enable()
     total = sum(e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
     del kept
     return total
