@@ -1,4 +1,4 @@
-// The module megalite.core.ops._cpu_kernels: checks operands, creates results, calls the kernels. Contracts: megalite/core/ops/.
+// The module megalite.core.parts.kernels._cpu_kernels: checks operands, creates results, calls the kernels. Contracts: megalite/core/ops/.
 //
 // Each function has the signature of its schema in megalite/core/parts/kernels/native.py, but returns None for a result that was
 // not requested. All raise ValueError for operands that do not fit, and release the GIL while their kernel runs.

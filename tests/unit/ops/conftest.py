@@ -35,6 +35,6 @@ def ops(backend: str, device: str) -> Ops:
 def native_libraries() -> None:
     """MEGALITE_TEST_NATIVE: folder of libraries built for the test, in place of the installed ones."""
     if folder := os.environ.get("MEGALITE_TEST_NATIVE"):
-        import megalite.core.ops
+        from megalite.core.parts import kernels
 
-        megalite.core.ops.__path__.insert(0, folder)
+        kernels.__path__.insert(0, folder)

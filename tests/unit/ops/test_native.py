@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-import megalite.core.ops
 from megalite.core.ops import resolve
+from megalite.core.parts import kernels as parts_kernels
 from megalite.core.parts.kernels import cpp, native
 
 ROOT = Path(__file__).parents[3]
@@ -80,7 +80,7 @@ def cpp_library(site: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def kernels(cpp_library: Path) -> ModuleType:
-    spec = PathFinder.find_spec("megalite.core.ops._cpu_kernels", [str(cpp_library.parent)])
+    spec = PathFinder.find_spec("megalite.core.parts.kernels._cpu_kernels", [str(cpp_library.parent)])
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -174,7 +174,7 @@ def test_library_built_from_other_sources_is_refused_with_the_reason(
     cpp_library: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A function that was added, or took other arguments, when the library was built."""
-    monkeypatch.setattr(megalite.core.ops, "__path__", [str(cpp_library.parent), *megalite.core.ops.__path__])
+    monkeypatch.setattr(parts_kernels, "__path__", [str(cpp_library.parent), *parts_kernels.__path__])
     monkeypatch.setattr(cpp, "NAMES", tuple(dict.fromkeys((*cpp.NAMES, name))))
     monkeypatch.setitem(native.KERNELS, name, ("(Tensor flat, Tensor offsets) -> Tensor", native.KERNELS[name][1]))
     # What is kept of the real library stays: it registers its kernels once per process.
