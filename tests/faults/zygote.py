@@ -236,146 +236,245 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def install(fault: dict[str, Any]) -> None:
-    """Make a fault happen: in step `at` ("step", "nan", "every_step"; "master": before it), in the evaluation or the
-    save after it ("eval", "save", "writer", "flip", "moment"), before a copy of step `at` counts ("commit"; "copy"
-    flips a bit of it), reading the batch that ends at sample `at` ("data"), or in its step ("spike", "overflow");
-    "sample" makes the weight of the sample at position `at` infinite, whoever reads it; "end": where all is done.
+@dataclasses.dataclass
+class Fault:
+    """What is to happen in a rank, and when.
 
-    "after": so many seconds later, while the rank goes on. The kind "await" waits there until the file "path" exists.
-    "once": a file that marks that it has happened, for ranks that are started again.
+    Attributes:
+        kind: what happens, a name of FAULTS, or what a place makes of it.
+        at: step, or sample, of the place; "always": every step.
+        once: a file that marks that it has happened, for ranks that are started again.
+        act: what happens.
+        armed: whether it happens as soon as the rank comes to the point.
     """
-    import numpy as np
+
+    kind: str
+    at: Any
+    once: str | None
+    act: Callable[[], None]
+    armed: bool = False
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Fault:
+        """Read a fault of a job.
+
+        "after": it happens so many seconds later, while the rank goes on. The kind "await" waits until the file "path"
+        exists.
+        """
+        kind, once = given["kind"], given.get("once")
+        act = functools.partial(wait_for_file, given["path"]) if kind == "await" else FAULTS.get(kind, lambda: None)
+        if once is not None:
+            act = functools.partial(only_once, act, once)
+        if "after" in given:
+            act = threading.Timer(given["after"], act).start
+        return cls(kind, given.get("at"), once, act)
+
+    def arm(self, condition: bool) -> None:
+        self.armed = condition
+
+    def fire(self, *_: Any, **__: Any) -> None:
+        """Let it happen, if it is armed."""
+        if self.armed:
+            self.armed = False
+            self.act()
+
+    def spoil(self, change: Callable[[], Any]) -> None:
+        """Change a value, once if it is to happen once."""
+        if self.once is None:
+            change()
+        else:
+            only_once(change, self.once)
+
+
+def arm_in_step(fault: Fault) -> None:
+    from megalite.runtime.loop import loop
+
+    before(loop, "train_step", lambda engine, batch, number, **_: fault.arm(fault.at in (number, "always")))
+
+
+def in_step(fault: Fault) -> None:
+    """In the first forward pass of a step."""
+    from megalite.core.pipeline import executor
+
+    arm_in_step(fault)
+    before(executor._Run, "forward", fault.fire)
+
+
+def in_every_step(fault: Fault) -> None:
+    from megalite.core.pipeline import executor
+
+    before(executor._Run, "forward", lambda *_: fault.act())
+
+
+def in_gradients(fault: Fault) -> None:
+    """NaN in a gradient; of the kind "varies", infinity the first time that a step runs."""
     import torch
 
-    from megalite.core.pipeline import executor
-    from megalite.core.rows import Rows
     from megalite.core.sharding.parameter import ShardedParameter
-    from megalite.core.sums import StepSums
-    from megalite.runtime.checkpoint.snapshot import Snapshot
-    from megalite.runtime.data import BatchLoader
     from megalite.runtime.loop import loop
-    from megalite.runtime.recover.member import GuardedRank
+
+    arm_in_step(fault)
+    runs: list[int] = []
+    before(loop, "train_step", lambda engine, batch, number, **_: runs.append(number))
+
+    def poison(parameter: ShardedParameter) -> None:
+        if fault.armed:
+            value = torch.inf if fault.kind == "varies" and runs.count(runs[-1]) == 1 else torch.nan
+            fault.spoil(functools.partial(parameter.main_grad.view(-1)[:1].fill_, value))
+
+    before(ShardedParameter, "grad_added", poison)
+
+
+def in_masters(fault: Fault) -> None:
+    """NaN in a master weight before a step."""
+    from megalite.runtime.loop import loop
+
+    def spoil(engine: Any, batch: Any, number: int, **_: Any) -> None:
+        if number == fault.at:
+            flat = next(state.flat for state in engine.optimizer.states() if len(state.flat))
+            fault.spoil(functools.partial(flat[:1].fill_, float("nan")))
+
+    before(loop, "train_step", spoil)
+
+
+def in_evaluation(fault: Fault) -> None:
+    from megalite.core.pipeline import executor
+    from megalite.runtime.loop import loop
+
+    before(loop, "evaluate", lambda run: fault.arm(run.step == fault.at))
+    before(executor._Run, "forward", fault.fire)
+
+
+def in_save(fault: Fault) -> None:
+    from megalite.runtime.checkpoint.snapshot import Snapshot
+    from megalite.runtime.loop import loop
+
+    before(loop, "save", lambda run, **_: fault.arm(run.step == fault.at))
+    before(Snapshot, "take", fault.fire)
+
+
+def before_save(fault: Fault, change: Callable[[Any], None]) -> None:
+    """Change a run before the save of a step."""
+    from megalite.runtime.loop import loop
+
+    before(loop, "save", lambda run, **_: change(run) if run.step == fault.at else None)
+
+
+def kill_writer(run: Any) -> None:
+    # The save before this one is not to be hit.
+    if run.checkpointer._current is not None:
+        run.checkpointer._writer.wait(None)
+    os.kill(run.checkpointer._writer.process.pid, signal.SIGKILL)
+
+
+def flip_a_bit(run: Any) -> None:
+    import torch
+
+    run.engine.optimizer.wait_weights()
+    weight = next(iter(run.engine.stages.values())).norm.weight
+    weight.data.view(torch.int32)[1] ^= 1 << 12
+
+
+def spoil_a_moment(run: Any) -> None:
+    moments = [s.flat for s in run.engine.optimizer.states() if s.role == "exp_avg_sq" and len(s.flat)]
+    moments[0][0] = float("nan")
+
+
+def at_end(fault: Fault) -> None:
+    """Where all is done."""
     from megalite.runtime.watch.heartbeat import Heartbeat
 
-    place, at, armed = fault["place"], fault.get("at"), []
-    act = FAULTS.get(fault["kind"], lambda: None)
-    if fault["kind"] == "await":
-        act = functools.partial(wait_for_file, fault["path"])
-    if "once" in fault:
-        act = functools.partial(only_once, act, fault["once"])
-    if "after" in fault:
-        act = threading.Timer(fault["after"], act).start
+    before(Heartbeat, "_close_pipe", lambda _: fault.act())
 
-    def when_armed(*args: Any, **kwargs: Any) -> None:
-        if armed:
-            armed.clear()
-            act()
 
-    def arm(condition: bool) -> None:
-        armed.clear()
-        if condition:
-            armed.append(True)
+def before_commit(fault: Fault) -> None:
+    """Before a copy of a step counts."""
+    from megalite.runtime.recover.member import GuardedRank
 
-    if place in ("step", "nan"):
-        before(loop, "train_step", lambda engine, batch, number, **_: arm(at in (number, "always")))
-    if place == "step":
-        before(executor._Run, "forward", when_armed)
-    elif place == "nan":
-        runs: list[int] = []
-        before(loop, "train_step", lambda engine, batch, number, **_: runs.append(number))
+    before(GuardedRank, "commit", lambda _, copy: fault.act() if copy["step"] == fault.at else None)
 
-        def poison(parameter: ShardedParameter) -> None:
-            if armed:
-                value = torch.inf if fault["kind"] == "varies" and runs.count(runs[-1]) == 1 else torch.nan
-                spoil = functools.partial(parameter.main_grad.view(-1)[:1].fill_, value)
-                only_once(spoil, fault["once"]) if "once" in fault else spoil()
 
-        before(ShardedParameter, "grad_added", poison)
-    elif place == "master":
+def in_copy(fault: Fault) -> None:
+    """One bit of a copy of a step is flipped before it counts."""
+    from megalite.runtime.recover.member import GuardedRank
 
-        def spoil_master(engine: Any, batch: Any, number: int, **_: Any) -> None:
-            if number == at:
-                flat = next(state.flat for state in engine.optimizer.states() if len(state.flat))
-                only_once(functools.partial(flat[:1].fill_, torch.nan), fault["once"])
+    def damage(rank_guard: Any, copy: dict[str, Any]) -> None:
+        if copy["step"] == fault.at:
+            memory, where = rank_guard.slots[copy["slot"]], 40
+            os.pwrite(memory, bytes([os.pread(memory, 1, where)[0] ^ 8]), where)
 
-        before(loop, "train_step", spoil_master)
-    elif place == "every_step":
-        before(executor._Run, "forward", lambda *_: act())
-    elif place == "eval":
-        before(loop, "evaluate", lambda run: arm(run.step == at))
-        before(executor._Run, "forward", when_armed)
-    elif place == "save":
-        before(loop, "save", lambda run, **_: arm(run.step == at))
-        before(Snapshot, "take", when_armed)
-    elif place == "writer":
+    before(GuardedRank, "commit", damage)
 
-        def kill_writer(run: Any, **_: Any) -> None:
-            if run.step == at:
-                # The save before this one is not to be hit.
-                if run.checkpointer._current is not None:
-                    run.checkpointer._writer.wait(None)
-                os.kill(run.checkpointer._writer.process.pid, signal.SIGKILL)
 
-        before(loop, "save", kill_writer)
-    elif place == "flip":
+def in_reading(fault: Fault) -> None:
+    """Reading the batch that ends at a sample."""
+    from megalite.runtime.data import BatchLoader
 
-        def flip(run: Any, **_: Any) -> None:
-            if run.step == at:
-                run.engine.optimizer.wait_weights()
-                weight = next(iter(run.engine.stages.values())).norm.weight
-                weight.data.view(torch.int32)[1] ^= 1 << 12
+    before(BatchLoader, "_read", lambda self, start, size: fault.act() if start + size == fault.at else None)
 
-        before(loop, "save", flip)
-    elif place == "moment":
 
-        def spoil(run: Any, **_: Any) -> None:
-            if run.step == at:
-                moments = [s.flat for s in run.engine.optimizer.states() if s.role == "exp_avg_sq" and len(s.flat)]
-                moments[0][0] = torch.nan
+def in_sample(fault: Fault) -> None:
+    """The weight of a sample is infinite, whoever reads it."""
+    import numpy as np
 
-        before(loop, "save", spoil)
-    elif place == "end":
-        before(Heartbeat, "_close_pipe", lambda _: act())
-    elif place == "commit":
-        before(GuardedRank, "commit", lambda _, copy: act() if copy["step"] == at else None)
-    elif place == "copy":
+    from megalite.core.rows import Rows
+    from megalite.runtime.data import BatchLoader
 
-        def damage(rank_guard: Any, copy: dict[str, Any]) -> None:
-            if copy["step"] == at:
-                memory, where = rank_guard.slots[copy["slot"]], 40
-                os.pwrite(memory, bytes([os.pread(memory, 1, where)[0] ^ 8]), where)
+    real_sample = BatchLoader._sample
 
-        before(GuardedRank, "commit", damage)
-    elif place == "data":
-        before(BatchLoader, "_read", lambda self, start, size: act() if start + size == at else None)
-    elif place == "sample":
-        real_sample = BatchLoader._sample
+    def sample(self: Any, position: int) -> Rows:
+        rows = real_sample(self, position)
+        weight = np.inf if position == fault.at else 1.0
+        return dataclasses.replace(rows, weights=np.full(rows.inputs.shape, weight, np.float32))
 
-        def sample(self: Any, position: int) -> Rows:
-            rows = real_sample(self, position)
-            weight = np.inf if position == at else 1.0
-            return dataclasses.replace(rows, weights=np.full(rows.inputs.shape, weight, np.float32))
+    BatchLoader._sample = sample
+    Rows.check_inputs = lambda self, what: self  # as if what computes with it were at fault
 
-        BatchLoader._sample = sample
-        Rows.check_inputs = lambda self, what: self  # as if what computes with it were at fault
-    elif place in ("spike", "overflow"):
-        real_sum = StepSums.over_world
-        what, factor = ("loss", 10.0) if place == "spike" else ("squared norm", float("nan"))
 
-        def larger(self: StepSums) -> Any:
-            if armed and "squared norm" in self._values:
-                self._values[what] *= factor
-            return real_sum(self)
+def in_sums(fault: Fault, name: str, factor: float) -> None:
+    """A sum of the step whose batch ends at a sample is multiplied."""
+    from megalite.core.sums import StepSums
+    from megalite.runtime.data import BatchLoader
 
-        real_next = BatchLoader.next_batch
+    real_next, real_sum = BatchLoader.next_batch, StepSums.over_world
 
-        def next_batch(self: Any) -> Any:
-            batch = real_next(self)
-            arm(self.consumed_samples == at)
-            return batch
+    def next_batch(self: Any) -> Any:
+        batch = real_next(self)
+        fault.arm(self.consumed_samples == fault.at)
+        return batch
 
-        BatchLoader.next_batch, StepSums.over_world = next_batch, larger  # type: ignore[method-assign]
+    def larger(self: StepSums) -> Any:
+        # An evaluation has no norm.
+        if fault.armed and "squared norm" in self._values:
+            self._values[name] *= factor
+        return real_sum(self)
+
+    BatchLoader.next_batch, StepSums.over_world = next_batch, larger  # type: ignore[method-assign]
+
+
+PLACES: dict[str, Callable[[Fault], None]] = {
+    "step": in_step,
+    "every_step": in_every_step,
+    "nan": in_gradients,
+    "master": in_masters,
+    "spike": functools.partial(in_sums, name="loss", factor=10.0),
+    "overflow": functools.partial(in_sums, name="squared norm", factor=float("nan")),
+    "data": in_reading,
+    "sample": in_sample,
+    "eval": in_evaluation,
+    "save": in_save,
+    "writer": functools.partial(before_save, change=kill_writer),
+    "flip": functools.partial(before_save, change=flip_a_bit),
+    "moment": functools.partial(before_save, change=spoil_a_moment),
+    "commit": before_commit,
+    "copy": in_copy,
+    "end": at_end,
+}
+
+
+def install(given: dict[str, Any]) -> None:
+    """Plant a fault at its "place"; see `Fault`."""
+    PLACES[given["place"]](Fault.of(given))
 
 
 def be_rank(job: dict[str, Any]) -> None:
