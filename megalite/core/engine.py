@@ -50,6 +50,11 @@ class Engine(Generic[C_co]):
         """Whether this rank computes losses."""
         return any(stage.last for stage in self.stages.values())
 
+    @property
+    def owns_losses(self) -> bool:
+        """Whether the losses of this rank count: those of the last stage that see the same tokens hold the same."""
+        return self.ctx.grid.is_first_except(self.ctx.rank, "pp", *self.ctx.grid.batch)
+
     def schedule_of(self, num_microbatches: int) -> Schedule:
         """Return the schedule of a step with this many micro-batches per data-parallel rank."""
         s = self.schedule

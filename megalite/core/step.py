@@ -158,11 +158,9 @@ def eval_step(engine: Engine[StepConfig], batch: Batch, failed: bool = False) ->
 def status_of(engine: Engine[StepConfig], loss_sum: torch.Tensor, rows: Rows, failed: bool) -> StepSums:
     """Start the sums of a step or an evaluation: losses, weights of targets, ranks that cannot continue."""
     ctx = engine.ctx
-    # Ranks of the last stage that see the same tokens hold the same losses; other stages hold zero.
-    owns_losses = ctx.grid.is_first_except(ctx.rank, "pp", *ctx.grid.batch)
     counts_rows = ctx.grid.is_first_except(ctx.rank, "pp", "dp") and engine.has_last_stage
     sums = StepSums(ctx)
-    sums.add("loss", loss_sum if owns_losses else 0.0)
+    sums.add("loss", loss_sum if engine.owns_losses else 0.0)
     # Counted on the host: the step first waits for the GPU when it reads the status, which `collectives.to_host` times.
     sums.add("targets", rows.total_weight() if counts_rows else 0.0)
     sums.add("failures", failed)

@@ -81,9 +81,9 @@ def micro_batch_size(parallel: dict[str, Any]) -> int:
 
 
 def test_loss_falls() -> None:
-    losses = [loss for loss, _ in one_process(jobs.llama())]
+    losses = [loss for loss, _ in jobs.train(0, jobs.make_config(jobs.llama()), 1, steps=4)]
     assert losses[0] == pytest.approx(np.log(jobs.VOCAB), rel=0.01)
-    assert losses[-1] < losses[0] - 0.01
+    assert losses[-1] < losses[0] - 0.02
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

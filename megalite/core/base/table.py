@@ -15,8 +15,8 @@ class Table(MutableMapping[str, _T]):
     """Name -> part: every module of a package that has the attribute `leaf` offers one.
 
     A part has its own `name`, or that of its module; a module with several small parts offers a mapping of them by
-    name. The modules are imported when the table is first read, so that a
-    module that holds a table imports none of its parts.
+    name. The modules are imported when the table is first read, so that a module that holds a table imports none of its
+    parts.
 
     Args:
         package: dotted name of the package.

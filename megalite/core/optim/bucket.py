@@ -33,9 +33,8 @@ class Bucket:
     """Flat weights and gradients of some parameters, and this rank's share of both; a share of gradients is fp32.
 
     Parameters are views of `weights`, which `store` gathers and releases, and their `main_grad` views of `grad`, which
-    `reduce` sums. A sharded gradient has memory from its
-    first contribution until it is reduced. The first contribution to each parameter overwrites that memory: gradients
-    are never zeroed.
+    `reduce` sums. A sharded gradient has memory from its first contribution until it is reduced. The first contribution
+    to each parameter overwrites that memory: gradients are never zeroed.
 
     Args:
         params: parameters in bucket order, all of one dtype and device.

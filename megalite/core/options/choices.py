@@ -68,8 +68,8 @@ class BlockKind(NamedTuple):
     """What a block is made of.
 
     Attributes:
-        mixer: name of its mixer, in `model.mixers.MIXERS`.
-        feed_forward: name of its feed-forward layer, in `model.ffn.FEED_FORWARDS`.
+        mixer: name of its mixer, in `model.kinds.MIXERS`.
+        feed_forward: name of its feed-forward layer, in `model.kinds.FEED_FORWARDS`.
     """
 
     mixer: str = "gqa"

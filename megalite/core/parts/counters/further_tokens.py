@@ -20,11 +20,15 @@ class FurtherTokens(Counter):
         self._engine = engine
         self._modules = engine.cfg.model.mtp_num_layers
 
+    @classmethod
+    def of(cls, engine: Engine[StepConfig]) -> FurtherTokens | None:
+        """Make the counter of a model with such modules."""
+        return cls(engine) if engine.cfg.model.mtp_num_layers else None
+
     def sums(self) -> torch.Tensor:
         """Return the weighted loss sum of each module, fp64."""
-        ctx = self._engine.ctx
-        out = torch.zeros(self._modules, dtype=torch.float64, device=ctx.device)
-        if ctx.grid.is_first_except(ctx.rank, "pp", *ctx.grid.batch):
+        out = torch.zeros(self._modules, dtype=torch.float64, device=self._engine.ctx.device)
+        if self._engine.owns_losses:
             for stage in self._engine.stages.values():
                 for k, loss in enumerate(stage.mtp_losses if stage.last else ()):
                     out[k] += loss
@@ -40,6 +44,4 @@ class FurtherTokens(Counter):
         return mean | {f"mtp_loss_{k}": loss for k, loss in enumerate(figures, 1) if len(figures) > 1}
 
 
-def COUNTER(engine: Engine[StepConfig]) -> FurtherTokens | None:
-    """Make the counter of a model with such modules."""
-    return FurtherTokens(engine) if engine.cfg.model.mtp_num_layers else None
+COUNTER = FurtherTokens.of

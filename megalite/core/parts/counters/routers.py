@@ -58,6 +58,11 @@ class Routers(Counter):
         self._engine = engine
         self.layers = layers_with_experts(engine.cfg.model)
 
+    @classmethod
+    def of(cls, engine: Engine[StepConfig]) -> Routers | None:
+        """Make the counter of a model with experts."""
+        return cls(engine) if layers_with_experts(engine.cfg.model) else None
+
     def sums(self) -> torch.Tensor:
         """Return for every layer with experts what this rank adds: fp64 [layers (2 + E)]."""
         cfg, ctx = self._engine.cfg, self._engine.ctx
@@ -94,6 +99,4 @@ def layers_with_experts(cfg: ModelConfig) -> tuple[int, ...]:
     return tuple(filter(cfg.is_moe, (*range(cfg.num_layers), *cfg.mtp_layers)))
 
 
-def COUNTER(engine: Engine[StepConfig]) -> Routers | None:
-    """Make the counter of a model with experts."""
-    return Routers(engine) if layers_with_experts(engine.cfg.model) else None
+COUNTER = Routers.of

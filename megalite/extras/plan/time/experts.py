@@ -2,7 +2,7 @@
 
 Tokens go to their experts and their outputs come back, forward and backward: a rank sends 4 e k x h (ep - 1) / ep bytes
 for its x tokens, each sent to k experts, or 4 e x h (ep - 1) where all tokens are gathered. The busiest rank sets the
-pace (`model.ffn.routed.imbalance`).
+pace (`parts.ffn.experts.imbalance`).
 """
 
 from __future__ import annotations
