@@ -48,7 +48,10 @@ def _serve(connection: Connection, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from megalite.core.mesh.rendezvous import run_until_waiting
+
     torch.set_num_threads(1)
+    run_until_waiting()
     # All that the forked process has imported: a full collection would look at each object of it.
     gc.freeze()
     while True:

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -93,11 +94,25 @@ def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -
             f"rank 0 must be able to listen on it ({str(e).splitlines()[0][:160]})",
             "choose a free port (torchrun --master-port)",
         ) from None
+    if backend_of(device) == "gloo":
+        run_until_waiting()
     # What is lost from here on was there: no mistake of the user.
     store = fresh_store(store, rank, world, RENDEZVOUS_TIMEOUT)
     # No `device_id`: with it all messages of a group would share one NCCL communicator, and one posted early would
     # delay those to the other neighbor.
     dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def run_until_waiting() -> None:
+    """Keep this process's threads from preempting others when they wake up (Linux). Call it before gloo starts its own.
+
+    A message wakes its receiver, who would preempt the sender while that holds its connection's lock; gloo's thread, to
+    which the connection is still readable, then polls without a pause. Where there are more threads than cores, two
+    thirds of the processor time went there.
+    """
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def join_store() -> tuple[dist.Store, int, int]:

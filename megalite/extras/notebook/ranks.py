@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.core.base.errors import UserError, require
+from megalite.core.mesh.rendezvous import run_until_waiting
 
 # Imported once for all ranks; torch imports the last, and sympy with it, in the first backward pass.
 _PRELOAD = [
@@ -136,6 +137,7 @@ def _serve(connection: Connection, rank: int, world: int, store: str, folder: st
     # Objects of the imports need not be searched again in every process.
     gc.freeze()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    run_until_waiting()
     # Line by line, so that the output of a rank that dies is complete.
     out, err = (path.open("w", 1, "utf-8", "backslashreplace") for path in _files(store, rank))
     with out, err:

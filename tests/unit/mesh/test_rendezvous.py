@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import socket
+import subprocess
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megalite.core.mesh.rendezvous import fresh_store
+from tests.ranks import reserve_port
 
 WORLD = 3
 PATIENCE = timedelta(seconds=30)
@@ -48,6 +52,33 @@ def test_a_rank_that_never_comes(server: dist.TCPStore) -> None:
         fresh_store(client, 0, 2, timedelta(seconds=0.5))
     with pytest.raises(dist.DistStoreError):
         fresh_store(client, 1, 2, timedelta(seconds=0.5))
+
+
+POLICIES = """
+import os, torch, torch.distributed as dist
+from megalite.core.mesh.rendezvous import init_process_group
+init_process_group(torch.device("cpu"))
+dist.all_reduce(torch.ones(1))
+for task in os.listdir("/proc/self/task"):
+    with open(f"/proc/self/task/{task}/comm") as name:
+        print(name.read().strip(), os.sched_getscheduler(int(task)) == os.SCHED_BATCH)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+def test_no_thread_of_gloo_preempts_another() -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", POLICIES], env={**os.environ, **place, "RANK": rank}, stdout=subprocess.PIPE
+        )
+        for rank in ("0", "1")
+    ]
+    for rank in ranks:
+        policies = dict(line.split() for line in rank.communicate(timeout=120)[0].decode().splitlines())
+        assert {policies[name] for name in policies if name.startswith(("python", "gloo", "pt_gloo"))} == {"True"}
+        assert any("gloo" in name for name in policies)
 
 
 # ----------------------------------------------------------------------- what SECURITY.md says of torch, while it is so
