@@ -113,10 +113,8 @@ def test_rank_0_is_killed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        ("--zero 1", (0, 3)),
         ("--zero 3", (1, 2)),
         ("--pp 2 --zero 2", (2, 0)),
-        ("--pp 4 --num-layers 4", (1, 3)),
         # State besides masters and moments: biases of routers, residuals and factors of compression.
         (
             "--cp 2 --ep 2 --num-experts 4 --moe-topk 2 --moe-router-score-function sigmoid"
@@ -135,14 +133,13 @@ def test_killed_in_other_layouts(zygote: Zygote, tmp_path: Path, layout: str, ra
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("every", ["1", "3"])
-def test_killed_after_its_save_is_committed(zygote: Zygote, tmp_path: Path, whole: Path, every: str) -> None:
-    """All go back to the step that was saved, or before it: it is not saved again, nor set aside as of another run."""
+def test_killed_after_its_save_is_committed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
+    """All go back to before the step that was saved: it is not saved again, nor set aside as of another run."""
     job = begin(
         zygote,
         tmp_path,
         2,
-        [*RECOVER, "--recover-every", every],
+        [*RECOVER, "--recover-every", "3"],
         kill(0, 5, tmp_path),
         once_committed(tmp_path / "run", 4, 0, 5),
     )
@@ -363,11 +360,10 @@ def test_recoveries_are_used_up(zygote: Zygote, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("place", "at"), [("step", 4), ("eval", 3)])
-def test_a_rank_that_dies_at_every_attempt(zygote: Zygote, tmp_path: Path, place: str, at: int) -> None:
+def test_a_rank_that_dies_at_every_attempt(zygote: Zygote, tmp_path: Path) -> None:
     """What kills it is not tried again before the last save."""
     flags = [*RECOVER, "--eval-every", "3", "--eval-steps", "1"]
-    left = begin(zygote, tmp_path, 2, flags, {"rank": 1, "kind": "kill", "place": place, "at": at}).end()
+    left = begin(zygote, tmp_path, 2, flags, {"rank": 1, "kind": "kill", "place": "step", "at": 4}).end()
     assert codes(left) == [75, 75], left
     assert "rank 1 has died 3 times at one step: saving, then exiting" in left[0].err
     assert "step_00000003" in committed(tmp_path / "run")
@@ -405,8 +401,6 @@ def replays(run_dir: Path, copy: bool = True) -> list[tuple[int, bool, list[int]
 # Ranks, flags, what is spoiled and where, and what is said.
 CURED = [
     (2, "", "nan", 1, "own gradients of rank 1 differ"),
-    (2, "", "master", 1, "the states of rank 1 had changed in memory"),
-    (4, "--zero 3", "nan", 2, "own gradients of rank 2 differ"),
     (4, "--zero 1", "master", 3, "the states of rank 3 had changed in memory"),
     (2, "--compress powersgd:2 --precision bf16", "nan", 0, "own gradients of rank 0 differ"),
 ]
@@ -429,11 +423,10 @@ def test_a_passing_fault_is_cured_and_named(zygote: Zygote, tmp_path: Path, row:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["--tp 2", "--pp 2"])
-def test_a_wrong_sum_of_gradients_reaches_no_other_rank(zygote: Zygote, tmp_path: Path, layout: str) -> None:
+def test_a_wrong_sum_of_gradients_reaches_no_other_rank(zygote: Zygote, tmp_path: Path) -> None:
     """Of ranks that share a replica one is named, if nothing wrong was sent to the others."""
     fault = {"rank": 1, "kind": "", "place": "nan", "at": 4, "once": str(tmp_path / "once")}
-    left = begin(zygote, tmp_path, 2, [*layout.split(), *RECOVER], fault).end()
+    left = begin(zygote, tmp_path, 2, ["--tp", "2", *RECOVER], fault).end()
     assert codes(left) == [0, 0], left
     assert replays(tmp_path / "run") == [(4, False, [], [1])]
 
@@ -442,7 +435,6 @@ def test_a_wrong_sum_of_gradients_reaches_no_other_rank(zygote: Zygote, tmp_path
 STUCK = [
     (2, "", 1, [[1]]),
     (3, "--zero 3 --global-batch-size 6", 2, [[2]]),
-    (4, "--ep 2 --num-experts 4 --moe-topk 2", 2, [[2]]),
     (4, "--tp 2 --precision bf16", 3, [[3]]),
     (4, "--pp 2 --compress powersgd:2 --recover-every 3", 1, [[1]]),
 ]
@@ -469,8 +461,6 @@ def test_a_fault_that_comes_back_is_named_by_an_exchange(zygote: Zygote, tmp_pat
 # Ranks, flags, and why replicas could not exchange samples.
 NOT_HARDWARE = [
     (2, "", ""),
-    (3, "--zero 3 --global-batch-size 6", ""),
-    (4, "--pp 2", ""),
     (2, "--tp 2", "dp 1"),
     (2, "--ep 2 --num-experts 4 --moe-topk 2", "all replicas share experts"),
 ]
@@ -480,8 +470,7 @@ NOT_HARDWARE = [
 def test_bad_data_are_not_blamed_on_hardware(zygote: Zygote, tmp_path: Path, row: tuple[Any, ...]) -> None:
     """A sample whose gradients are NaN wherever they are computed."""
     world, flags, obstacle = row
-    size = 6 if world == 3 else 8
-    bad = {"rank": "all", "kind": "", "place": "sample", "at": 4 * size + 1}
+    bad = {"rank": "all", "kind": "", "place": "sample", "at": 4 * 8 + 1}
     for name, more in (("plain", []), ("guarded", RECOVER)):
         left = begin(zygote, tmp_path / name, world, [*flags.split(), *more], bad).end()
         assert codes(left) == [0] * world, left
@@ -501,12 +490,6 @@ def test_bad_data_are_not_blamed_on_hardware(zygote: Zygote, tmp_path: Path, row
         ([{"rank": 1, "kind": "", "place": "nan", "at": 4}], "", 1, [(4, True, [], [])]),
         ([{"rank": 1, "kind": "varies", "place": "nan", "at": 4}], "", 1, [(4, False, [], [1])]),
         ([in_batch("spike", 88)], "--on-spike skip --train-steps 13", 1, [(11, True, [], [])]),
-        (
-            [in_batch("spike", 88)],
-            "--on-spike rewind --save-every 4 --lr-decay-steps 14 --train-steps 12",
-            1,
-            [(11, True, [], [])],
-        ),
         # The spike of step 12 rewinds to 8; then steps 10 and 12 are skipped, so that step 12 has as many updates
         # before it as the copy of step 10 from before the rewind.
         (
@@ -516,7 +499,7 @@ def test_bad_data_are_not_blamed_on_hardware(zygote: Zygote, tmp_path: Path, row
             [(12, True, [], []), (10, True, [], []), (12, True, [], [])],
         ),
     ],
-    ids=["skip", "varies", "spike", "rewind", "copy of before a rewind"],
+    ids=["skip", "varies", "spike", "copy of before a rewind"],
 )
 def test_what_comes_back_is_handled_as_without_copies(
     zygote: Zygote, tmp_path: Path, faults: list[dict[str, Any]], flags: str, copies: int, repeated: list[Any]

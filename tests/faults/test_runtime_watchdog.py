@@ -24,9 +24,7 @@ FLAGS = [*RUN, "--watchdog-timeout", str(TIMEOUT), "--eval-every", "4", "--eval-
 # (what rank 1 does, where, after or in which step, words of the verdict)
 HANGS = {
     "stopped_in_a_step": ("stop", "step", 6, ["stopped", "in training (step 6, last operation: F of micro-batch"]),
-    "stopped_in_a_save": ("stop", "save", 4, ["stopped", "in save (step 4"]),
     "stopped_in_an_evaluation": ("stop", "eval", 4, ["stopped", "in evaluation (step 4"]),
-    "loops_in_a_step": ("loop", "step", 6, ["in loop_forever", "in training (step 6"]),
     "loops_in_a_save": ("loop", "save", 4, ["in loop_forever", "in save (step 4"]),
     "holds_the_interpreter": ("gil", "eval", 4, ["in hold_interpreter", "in evaluation (step 4"]),
     "reads_forever": ("hang", "data", 56, ["in reading data (step 7"]),

@@ -63,11 +63,17 @@ def gemma3(num_layers: int = 4, **options: Any) -> ModelConfig:
 
 
 def make_config(model: ModelConfig, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
-    """A run config around a tiny model."""
+    """A run config around a tiny model.
+
+    Micro-batches are of 2 where tp, pp or cp cut the model: a step costs as much as it has micro-batches. Where dp
+    alone shares a batch, few would be left to accumulate; and in half precision their size rounds.
+    """
+    cut = any((parallel or {}).get(axis, 1) > 1 for axis in ("tp", "pp", "cp"))
+    size = 2 if cut and train.get("precision", "fp32") == "fp32" else 1
     return Config(
         model=model,
         parallel=ParallelConfig(**{"vocab_divisible_by": 8, "bucket_size": 5000, **(parallel or {})}),
-        train=TrainConfig(**{"micro_batch_size": 1, "global_batch_size": BATCH, "train_steps": STEPS, **train}),
+        train=TrainConfig(**{"micro_batch_size": size, "global_batch_size": BATCH, "train_steps": STEPS, **train}),
         optim=OPTIM,
     )
 

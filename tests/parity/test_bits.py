@@ -57,7 +57,7 @@ def gradients_of(engine: Any) -> Grads:
 
 
 def config(model: ModelConfig, layout: dict[str, Any], name: str = "auto", **train: Any) -> Config:
-    return jobs.make_config(model, {"schedule": name, "zero": 0, **layout}, **train)
+    return jobs.make_config(model, {"schedule": name, "zero": 0, **layout}, **{"micro_batch_size": 1, **train})
 
 
 def schedule_configs(model: ModelConfig, extra: dict[str, Any] | None = None, **train: Any) -> dict[str, Config]:

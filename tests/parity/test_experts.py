@@ -479,7 +479,8 @@ def test_types_and_options_that_round(pool: WorkerPool) -> None:
     def rows(layout: dict[str, Any]) -> list[Config]:
         out = []
         for parallel, optim, train, _ in ROUNDING:
-            cfg = jobs.make_config(QWEN, {**layout, **parallel} if layout else {}, **(train if layout else {}))
+            given, more = ({**layout, **parallel}, train) if layout else ({}, {})
+            cfg = jobs.make_config(QWEN, given, **{"micro_batch_size": 2, **more})
             out.append(replace(cfg, optim=replace(cfg.optim, **optim)))
         return out
 

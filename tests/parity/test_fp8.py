@@ -69,9 +69,9 @@ def config(
     recipe: str, layout: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **train: Any
 ) -> Config:
     sizes = BLOCKS if recipe == "blockwise" else {**SMALL, "seq_len": 64}
-    return jobs.make_config(
-        jobs.llama(4, **sizes, **(model or {})), layout, **{"fp8": recipe, "fp8_emulate": True, **train}
-    )
+    # Scales are those of a micro-batch: of the same size in every layout.
+    train = {"micro_batch_size": 2, "fp8": recipe, "fp8_emulate": True, **train}
+    return jobs.make_config(jobs.llama(4, **sizes, **(model or {})), layout, **train)
 
 
 def batches(cfg: Config, steps: int) -> np.ndarray:
@@ -433,7 +433,7 @@ def learned(recipe: str, fault: str = "", **train: Any) -> float:
     """Mean loss of the last half of the steps."""
     sizes = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "ffn_hidden_size": 384}
     model = jobs.llama(2, **sizes, seq_len=128, vocab_size=256)
-    train = {"precision": "bf16", "fp8": recipe, "fp8_emulate": recipe != "off", "train_steps": 120, **train}
+    train = {"precision": "bf16", "fp8": recipe, "fp8_emulate": recipe != "off", "train_steps": 60, **train}
     cfg = jobs.make_config(model, **{"micro_batch_size": 2, "global_batch_size": 4, **train})
     cfg = replace(cfg, optim=replace(cfg.optim, lr=2e-3, warmup_steps=20))
     with pytest.MonkeyPatch.context() as patch:

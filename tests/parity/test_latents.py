@@ -124,12 +124,8 @@ def test_dropout_is_the_same_under_recompute() -> None:
 
 @pytest.mark.full
 def test_dropout_is_the_same_under_recompute_and_schedule(pool: WorkerPool) -> None:
-    layouts = ({"schedule": "1f1b"}, {"schedule": "zb-h1"}, {"schedule": "zb-v", "vp": 2})
-    cfgs = [
-        jobs.make_config(DROPOUT, {"tp": 2, "pp": 2, **layout}, recompute=recompute)
-        for layout in layouts
-        for recompute in ("none", "selective")
-    ]
+    rows = [({}, "none"), ({"schedule": "zb-h1"}, "selective"), ({"schedule": "zb-v", "vp": 2}, "none")]
+    cfgs = [jobs.make_config(DROPOUT, {"tp": 2, "pp": 2, **layout}, recompute=kept) for layout, kept in rows]
     for plain, *others in zip(*pool.run(4, losses, cfgs, 4), strict=True):
         for got in others:
             np.testing.assert_allclose(got, plain, rtol=1e-5)
@@ -169,10 +165,8 @@ def test_muon_takes_whole_matrices(pool: WorkerPool) -> None:
 
 
 COMPILED: list[Any] = [
-    (2, LATENT, {"tp": 2}, {"micro_batch_size": 2}),
     (4, LATENT, {"cp": 2, "tp": 2}, {"recompute": "selective"}),
     (2, LATENT, {"tp": 2, "sequence_parallel": False}, {"recompute": "full"}),
-    (4, replace(LITE, moe_dense_layers=()), {"tp": 2, "zero": 3}, {"recompute": "selective"}),
     (4, LATENT, {"tp": 2, "pp": 2, "schedule": "zb-h1"}, {}),
 ]
 

@@ -35,7 +35,8 @@ def config(
     states: dict[str, str], optimizer: str = "adamw", model: Any = None, layout: Any = None, **train: Any
 ) -> Config:
     """Masters in bf16 are weights in bf16; moments in bf16 are compared beside weights in fp32."""
-    train = {"precision": "bf16" if "master_dtype" in states else "fp32", **train}
+    # States compared bit by bit: the same micro-batches in every layout.
+    train = {"precision": "bf16" if "master_dtype" in states else "fp32", "micro_batch_size": 1, **train}
     cfg = jobs.make_config(model or jobs.llama(), layout, **train)
     return replace(cfg, optim=replace(cfg.optim, optimizer=optimizer, muon_ns="fp32", lr=1e-3, clip_grad=0, **states))
 

@@ -232,7 +232,8 @@ def test_same_wherever_experts_live(pool: WorkerPool, shape: Any) -> None:
     world, layout = shape
     cases = [config(MIXTRAL, {**dict(layout), **more}, **train) for more, train in EXPERTS[shape]]
     for case, *ranks in zip(cases, *pool.run(world, trained, cases, world)):
-        assert_same(ranks, config(MIXTRAL), f"{case.parallel} {case.train.offload}")
+        single = config(MIXTRAL, micro_batch_size=case.train.micro_batch_size)
+        assert_same(ranks, single, f"{case.parallel} {case.train.offload}")
 
 
 @contextmanager
@@ -434,7 +435,7 @@ IN_TURNS = (
 @pytest.mark.parametrize("layers", ["", IN_TURNS], ids=["attention", "delta nets"])
 def test_memory_and_work_are_those_of_the_real_step(layers: str) -> None:
     """The step of one rank on fake CUDA tensors, bf16, tp 2 x dp 2."""
-    sizes = "--num-layers 4 --hidden-size 256 --num-heads 4 --vocab-size 512 --seq-len 32 --global-batch-size 8"
+    sizes = "--num-layers 4 --hidden-size 256 --num-heads 4 --vocab-size 512 --seq-len 32 --global-batch-size 4"
     flags = [*sizes.split(), *layers.split(), "--mock-data", "--tp", "2", "--precision", "bf16", "--device", "cuda"]
     cfgs = [parse([*flags, "--optimizer", name]).config for name in ("adamw", "muon")]
     grid = Grid.from_config(cfgs[0].parallel, 4)

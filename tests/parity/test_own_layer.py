@@ -111,8 +111,9 @@ def measured(rank: int, parallel: dict[str, Any], num_layers: int, world: int) -
     engine.optimizer.wait_weights()
     (stage,) = engine.stages.values()
     apart, kept = {p.untyped_storage().data_ptr() for p in stage.parameters()}, {}
-    tokens = torch.zeros(jobs.SEQ, 1, dtype=torch.long)
-    x = tokens if stage.first else torch.ones(jobs.SEQ // engine.ctx.tp.size, 1, 32, requires_grad=True)
+    size = cfg.train.micro_batch_size
+    tokens = torch.zeros(jobs.SEQ, size, dtype=torch.long)
+    x = tokens if stage.first else torch.ones(jobs.SEQ // engine.ctx.tp.size, size, 32, requires_grad=True)
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         if x.untyped_storage().data_ptr() not in apart:

@@ -94,11 +94,7 @@ LLAMA, GPT2 = jobs.llama(), jobs.gpt2()
 def config(model: ModelConfig, zero: int, parallel: dict[str, Any], **train: Any) -> Config:
     # Norms and biases stay whole, and everything else is cut.
     cut = {"zero": zero, "zero_whole_below": 500, "debug_zero": zero == 3}
-    # A step takes as long as it has micro-batches; where dp alone shares them, few are left to accumulate. In half
-    # precision their size rounds.
-    cut_by_others = any(parallel.get(axis, 1) > 1 for axis in ("tp", "pp", "cp"))
-    size = 2 if cut_by_others and train.get("precision", "fp32") == "fp32" else 1
-    return scaled(jobs.make_config(model, {**cut, **parallel}, **{"micro_batch_size": size, **train}))
+    return scaled(jobs.make_config(model, {**cut, **parallel}, **train))
 
 
 def scaled(cfg: Config) -> Config:

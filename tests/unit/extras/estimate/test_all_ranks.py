@@ -84,7 +84,6 @@ SHARED: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]
 }
 SHARED_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "64-cp16": (64, 4, {**CUT, "cp": 16, "cp_comm": "ring", "schedule": "zb-h1"}, {}, {"seq_len": 64}),
-    "64-cp64-ring": (64, 1, {"cp": 64, "cp_comm": "ring"}, {}, {"seq_len": 128}),
     "64-cp64-gather": (64, 1, {"cp": 64, "cp_comm": "gather", **WHOLE_3}, {}, {"seq_len": 128}),
     "64-cp64-a2a+ring": (64, 1, {"cp": 64, "cp_comm": "a2a+ring"}, {"recompute": "selective"}, {"seq_len": 128}),
     "64-cp32-a2a+gather": (64, 2, {"pp": 2, "cp": 32, "cp_comm": "a2a+gather"}, {}, {"seq_len": 64}),
