@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.core.base.errors import describe
+from megalite.core.base.errors import UserError, describe
 from megalite.runtime.checkpoint import remote
 from megalite.runtime.checkpoint.fragments import assemble
 from megalite.runtime.checkpoint.manifest import Manifest, commit_text
@@ -151,7 +151,7 @@ class Uploader:
 
     def _forget_committed(self) -> None:
         """Forget the parts up to the newest that is committed, and the oldest if there are too many of a kind."""
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError, UserError):  # of a store that cannot be opened, which has been reported
             store = self._store or Store(self._url, patience=self._patience)
             for part in self._left[::-1]:
                 if part in self._left and not part.failed and remote.exists(store, f"{part.name}/COMMIT"):
