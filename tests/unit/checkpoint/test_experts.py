@@ -37,7 +37,7 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 )
 def test_there_and_back(pool: WorkerPool, saved: Any, tmp_path: Path, layout: str) -> None:
     world, parallel = LAYOUTS[layout]
-    cfg = make_config(BIASED, parallel)
+    cfg = make_config(BIASED, parallel, micro_batch_size=1)  # routers balance a micro-batch
     there = pool.run(world, load_and_save, cfg, world, saved["path"], str(tmp_path / "there"), 1)
     assert_same(saved["path"], there[0]["path"])
     np.testing.assert_allclose(there[0]["after"], saved["after"], rtol=1e-5)

@@ -28,7 +28,7 @@ VARIANTS = (("gather", 4), ("ring", 4), ("a2a", 4), ("a2a", 2), ("a2a+gather", 2
 def config(layers: int, cp: int, comm: str, kv_heads: int = 4, **options: Any) -> Config:
     heads = {"num_heads": 2 if "+" in comm else 8, "num_kv_heads": kv_heads}
     model = jobs.llama(layers, hidden_size=64, seq_len=SEQ, ffn_hidden_size=176, **heads, **options)
-    return jobs.make_config(model, {"cp": cp, "cp_comm": comm, "device": "cpu"})
+    return jobs.make_config(model, {"cp": cp, "cp_comm": comm, "device": "cpu"}, micro_batch_size=1)
 
 
 class Made(TorchDispatchMode):

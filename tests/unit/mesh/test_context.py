@@ -109,7 +109,7 @@ def test_every_call_that_makes_groups_partitions_the_world(
 def test_stages_without_experts_make_their_groups_too(monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any]) -> None:
     """Also where a group of hybrid sharding is made with the first bucket that needs it."""
     model = jobs.llama(3, num_experts=4, moe_topk=2, moe_ffn_size=24, moe_dense_layers=(0,))
-    cfg = jobs.make_config(model, {"pp": 3, "zero": 3, "zero_whole_below": 0, **layout})
+    cfg = jobs.make_config(model, {"pp": 3, "zero": 3, "zero_whole_below": 0, **layout}, micro_batch_size=1)
     grid = Grid.from_config(cfg.parallel, 24)
     assert_partitions(groups_made(monkeypatch, grid, partial(build_engine, cfg)))
 

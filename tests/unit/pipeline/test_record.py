@@ -125,7 +125,7 @@ def train_recorded(rank: int, folder: str, steps: range) -> list[tuple[float, fl
     from megalite.core.parts.schedules.choose import schedule_of
     from megalite.runtime.record.schedule_recorder import Recorder
 
-    cfg = jobs.make_config(jobs.llama(), {"tp": 2, "pp": 2, "schedule": "zb-h1"})
+    cfg = jobs.make_config(jobs.llama(), {"tp": 2, "pp": 2, "schedule": "zb-h1"}, micro_batch_size=1)
     engine = jobs.start(rank, cfg, 4)
     recorder = Recorder(Path(folder), engine.ctx, engine.executor, schedule_of(cfg, 1), steps)
     out = []
