@@ -26,7 +26,9 @@ MODELS |= {name: jobs.llama(2, **options) for name, options in VARIANTS.items()}
 
 
 def config(model: str, parallel: dict[str, Any], **train: Any) -> Any:
-    return jobs.make_config(MODELS[model], {"tp": 2, **parallel}, global_batch_size=2, **train)
+    return jobs.make_config(
+        MODELS[model], {"tp": 2, **parallel}, **{"micro_batch_size": 1, "global_batch_size": 2, **train}
+    )
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "no-sp"])

@@ -257,8 +257,8 @@ def test_what_a_script_does_after_its_run_takes_as_long_as_it_likes(
         rank.ends[0].send({"leaving": time_})
         rank.guard._hear(rank.guard._trainer)
     rank.guard._loop.turn()
-    # Too late for one that has been killed.
-    rank.sleepers[0].terminate()
+    # Too late for one that has been killed. Popen.terminate would first reap it, which is the guard's to do.
+    os.kill(rank.sleepers[0].pid, signal.SIGTERM)
     assert rank.hears()["cause"] == f"rank -1 died ({cause})"
 
 

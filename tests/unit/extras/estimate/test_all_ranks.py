@@ -148,7 +148,7 @@ def run_rank(cfg: Config, grid: Grid, rank: int) -> list[Communication]:
 def run_all(name: str) -> list[list[Communication]]:
     """What all ranks of a layout post."""
     make, world, layers, parallel, train = ALL[name]
-    cfg = jobs.make_config(make(layers), parallel, **train)
+    cfg = jobs.make_config(make(layers), parallel, **{"micro_batch_size": 1, **train})
     grid = Grid.from_config(cfg.parallel, world)
     return [run_rank(cfg, grid, rank) for rank in range(world)]
 
@@ -223,7 +223,7 @@ def test_one_rank_that_gathers_in_another_order(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", ["zero3-groups-llama", "zero2-groups-llama"])
 def test_sums_over_groups_overlap_with_the_backward_pass(name: str) -> None:
     make, world, layers, parallel, train = ALL[name]
-    cfg = jobs.make_config(make(layers), parallel, **train)
+    cfg = jobs.make_config(make(layers), parallel, **{"micro_batch_size": 1, **train})
     log = run_rank(cfg, Grid.from_config(cfg.parallel, world), 0)
     posts = [(event.axis, event.kind) for event in log]
     first_sum = posts.index(("replicas", "all_reduce"))
