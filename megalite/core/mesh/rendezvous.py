@@ -107,8 +107,8 @@ def run_until_waiting() -> None:
     """Keep this process's threads from preempting others when they wake up (Linux). Call it before gloo starts its own.
 
     A message wakes its receiver, who would preempt the sender while that holds its connection's lock; gloo's thread, to
-    which the connection is still readable, then polls without a pause. Where there are more threads than cores, two
-    thirds of the processor time went there.
+    which the connection is still readable, then polls without a pause. Where there are more threads than cores, half of
+    the processor time went there.
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with suppress(OSError):
