@@ -151,7 +151,8 @@ class Store:
         try:
             self.fs = _open(scheme, os.getpid())
         except (ImportError, ValueError) as e:
-            raise UserError(url, f"cannot be opened ({describe(e)})", 'pip install "megalite[cloud]"') from None
+            remedy = f'pip install "megalite[cloud]", or the package that gives {scheme}:// to fsspec'
+            raise UserError(url, f"cannot be opened ({describe(e)})", remedy) from None
 
     @property
     def parent(self) -> Store:
