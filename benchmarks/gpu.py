@@ -1,94 +1,32 @@
-"""Everything about this machine's GPU in one call of about 9 minutes: `bash benchmarks/gpu.sh` starts it.
+"""Everything about this machine's GPU, row by row: `bash benchmarks/gpu.sh` starts it.
 
-Runs the parts of `PARTS` in their order, each with a time limit of its own plus what those before it left over, and
-writes benchmarks/results/<gpu>.json after every part: how it ended, its last line, and the rows that it had measured by
-then, also if it was cut off. <gpu>.md has the tables for the docs, <gpu>.log all output. Exit code 1 if a part failed.
+Rows (benchmarks/gpu_rows.py) run in warm processes. A row that crashes, hangs or breaks CUDA costs itself alone, and
+what is measured is written as it comes: benchmarks/results/<gpu>.json has all figures beside their forecasts, <gpu>.md
+the tables for the docs, <gpu>.log all output. A later call adds to the results of an earlier one. Exit code 1 if a row
+failed.
 
-`--device cpu` rehearses every part with tiny sizes, so that only what needs a GPU can still fail there.
+`--device cpu` rehearses every row with tiny sizes, so that only what needs a GPU can still fail there. `--plan` prints
+the rows with their limits. `--forecast` computes, without a GPU, what the steps should take on an H200 and an H100.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
-import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-MEASURE = "benchmarks/gpu_parts.py"
-# name -> (seconds, command after the interpreter). First what the others need, then by what would be missed most.
-PARTS: dict[str, tuple[int, Sequence[str]]] = {
-    "machine": (15, (MEASURE, "machine")),
-    "build": (45, ("setup.py", "-q", "build_ext", "--inplace")),
-    "training": (70, ("-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/test_training.py")),
-    # Eight ranks that share the GPU: their streams, events and resized buffers.
-    "ranks": (60, ("-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/test_ranks.py")),
-    "ceilings": (50, (MEASURE, "ceilings")),
-    "attention": (30, (MEASURE, "attention")),
-    "step": (100, (MEASURE, "step")),
-    "profile": (25, (MEASURE, "profile")),
-    "kernels": (45, ("benchmarks/kernels.py", "--no-compile")),
-    "compiled": (60, (MEASURE, "compiled")),
-    "tests": (60, ("-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/test_kernels.py", "tests/gpu/test_offload.py")),
-}
-_KILL_AFTER_S = 5.0
+from benchmarks.rows import ROOT, run_rows
 
-
-def run_part(
-    name: str, command: Sequence[str], seconds: float, device: str, log: Path, env: dict[str, str]
-) -> dict[str, Any]:
-    """Run one part and return how it ended, with the rows that it wrote."""
-    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as rows, open(log, "ab") as out:
-        start, began = out.tell(), time.monotonic()
-        out.write(f"== {name}: at most {seconds:.0f} s\n".encode())
-        out.flush()
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env={**env, "MEGALITE_ROWS": rows.name, "MEGALITE_TEST_DEVICE": device},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # A shell without job control makes its background jobs ignore it, and pytest would end without a summary.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-        outcome = None
-        for signum, patience in ((signal.SIGINT, seconds), (signal.SIGKILL, _KILL_AFTER_S)):
-            try:
-                process.wait(patience)
-                break
-            except subprocess.TimeoutExpired:
-                outcome = f"cut off after {seconds:.0f} s"
-                os.killpg(process.pid, signum)
-        code = process.wait()
-        said = log.read_bytes()[start:].decode(errors="replace").split("\n")
-        lines = [line for line in rows.read().split("\n") if line.endswith("}")]  # the last one may be cut
-    return {
-        "outcome": outcome or ("passed" if code == 0 else f"failed with exit code {code}"),
-        "seconds": round(time.monotonic() - began, 1),
-        "last_line": next((line for line in reversed(said) if line.strip()), ""),
-        "rows": [json.loads(line) for line in lines],
-    }
-
-
-def build_environment(device: str) -> dict[str, str] | None:
-    """Return the variables of the build for this GPU; None where there is nothing to build with."""
-    if device == "cpu":
-        return {"MEGALITE_CUDA": "0"}
-    if shutil.which("nvcc") is None and not Path("/usr/local/cuda/bin/nvcc").exists():
-        return None
-    import torch
-
-    return {"MEGALITE_CUDA": "1", "MEGALITE_CUDA_ARCHS": "{}{}".format(*torch.cuda.get_device_capability())}
+_MODULE = "benchmarks.gpu_rows"
+_RESULTS = ROOT / "benchmarks" / "results"
+_FORECAST = _RESULTS / "gpu_forecast.json"
+_LANES = 10
 
 
 def machine_name(device: str) -> str:
@@ -107,73 +45,109 @@ def write_atomically(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def markdown(parts: dict[str, Any]) -> str:
-    """Format every part's rows as a table, columns in the order of their first use."""
-    lines = []
-    for name, part in parts.items():
-        lines += [f"## {name}", f"{part['outcome']}, {part['seconds']} s", ""]
-        # Lists, such as the kernels of a profile, stay in the JSON.
-        rows = [{k: v for k, v in row.items() if not isinstance(v, (list, dict))} for row in part["rows"]]
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        if not columns:
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Format rows as a Markdown table, columns in the order of their first use; lists stay in the JSON."""
+    rows = [{k: v for k, v in row.items() if not isinstance(v, (list, dict))} for row in rows]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = [row.get(column, "") for column in columns]
+        lines.append("| " + " | ".join(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells) + " |")
+    return [*lines, ""]
+
+
+def markdown(found: dict[str, dict[str, Any]]) -> str:
+    """Format the rows of each kind (the word before the colon) as a table."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for name, figures in found.items():
+        kind, _, rest = name.partition(": ")
+        kinds.setdefault(kind, []).append({"row": rest or name, **figures})
+        kinds[kind] += [{"row": rest or name, **op} for op in figures.get("ops", ())]
+    return "\n".join(line for kind, rows in kinds.items() for line in (f"## {kind}", "", *table(rows)))
+
+
+def forecast() -> None:
+    """Write what the steps should take, by `megalite estimate --budget`."""
+    from benchmarks.gpu_rows import STEPS
+    from benchmarks.gpu_steps import MICROBATCHES
+
+    found = {}
+    for name, (flags, micro_batch) in STEPS.items():
+        words = f"estimate --world 1 --budget --json --precision bf16 --mock-data --micro-batch-size {micro_batch}"
+        command = f"-m megalite {words} --global-batch-size {micro_batch * MICROBATCHES} {flags}".split()
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+        if done.returncode:
+            print(f"{name}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
             continue
-        lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-        for row in rows:
-            cells = [row.get(column, "") for column in columns]
-            lines.append("| " + " | ".join(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells) + " |")
-        lines.append("")
-    return "\n".join(lines) + "\n"
+        parts = json.loads(done.stdout).values()
+        found[name] = {gpu: sum(part["seconds"][gpu] for part in parts) * 1e3 for gpu in ("h200", "h100")}
+        found[name]["kernels"] = sum(part["kernels"] for part in parts)
+        print(f"{name}: {found[name]['h200']:.1f} ms on an H200, {found[name]['h100']:.1f} on an H100", flush=True)
+    write_atomically(_FORECAST, json.dumps(found, indent=1) + "\n")
+
+
+def with_forecast(name: str, figures: dict[str, Any], gpu: str) -> dict[str, Any]:
+    """Put the forecast beside a step's time."""
+    known = json.loads(_FORECAST.read_text()) if _FORECAST.exists() else {}
+    due = known.get(name.removeprefix("step: "), {})
+    card = next((card for card in ("h200", "h100") if card in gpu), "")
+    if "ms" not in figures or not name.startswith("step: ") or card not in due:
+        return figures
+    return {"forecast_ms": due[card], "forecast_launches": due["kernels"], **figures}
 
 
 def main() -> int:
-    """Run the parts; return the exit code."""
+    """Run the rows; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: a rehearsal with tiny sizes")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the results go")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these; the others' results stay")
-    parser.add_argument("--no-build", action="store_true", help="use the native library as it is")
+    parser.add_argument("--out", type=Path, default=_RESULTS, help="where the results go")
+    parser.add_argument("--only", nargs="+", default=["*"], help="rows by patterns such as 'step: *'")
+    parser.add_argument("--skip", nargs="+", default=[], help="rows to leave out, by patterns")
+    parser.add_argument("--seconds", type=float, default=900.0, help="limit of all rows together")
+    parser.add_argument("--lanes", type=int, default=_LANES, help="processes for the rows that may run together")
+    parser.add_argument("--plan", action="store_true", help="print the rows and their limits in seconds, and exit")
+    parser.add_argument("--forecast", action="store_true", help="compute the forecasts of the steps, and exit")
     args = parser.parse_args()
+    began = time.monotonic()
     import torch
 
+    if args.forecast:
+        forecast()
+        return 0
+    from benchmarks.gpu_rows import ROWS
+
+    def named(row: str, patterns: list[str]) -> bool:
+        return any(fnmatch.fnmatch(row, pattern) for pattern in patterns)
+
+    chosen = [row for row in ROWS if named(row.name, args.only) and not named(row.name, args.skip)]
+    if args.plan:
+        for row in chosen:
+            print(f"{row.seconds:4.0f}  {row.name}{'  (together)' if row.together else ''}")
+        return 0
     if args.device == "cuda" and not torch.cuda.is_available():
-        print(
-            f"error: {sys.executable}'s torch sees no GPU: use a CUDA build of torch, or --device cpu", file=sys.stderr
-        )
+        rule = f"error: {sys.executable}'s torch sees no GPU: use a CUDA build of torch, or --device cpu"
+        print(rule, file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    results = args.out / machine_name(args.device)
-    log = results.with_suffix(".log")
-    log.write_bytes(b"")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    written = results.with_suffix(".json")
-    # A call for some parts adds to what an earlier one measured.
-    parts: dict[str, Any] = json.loads(written.read_text())["parts"] if args.parts and written.exists() else {}
-    began, due = time.monotonic(), 0
-    chosen = args.parts or list(PARTS)
-    for name in chosen:
-        seconds, command = PARTS[name]
-        due += seconds
-        if command[0] == MEASURE or name == "kernels":
-            command = [*command, "--device", args.device]
-        build = build_environment(args.device) if name == "build" else {}
-        if name == "build" and (args.no_build or build is None):
-            parts[name] = {"outcome": "skipped", "seconds": 0.0, "last_line": "no nvcc", "rows": []}
-        else:
-            limit = max(1.0, due - (time.monotonic() - began))
-            parts[name] = run_part(name, command, limit, args.device, log, {**env, **(build or {})})
-        end = parts[name]
-        print(f"{name}: {end['outcome']}, {end['seconds']} s, {len(end['rows'])} rows; {end['last_line']}", flush=True)
-        write_atomically(written, json.dumps({"parts": parts}, indent=1) + "\n")
-        write_atomically(results.with_suffix(".md"), markdown(parts))
-    print(f"wrote {results}.json, .md and .log")
-    # The tests take what time is left: those that ran have passed unless they say otherwise.
-    endings = {name: parts[name]["outcome"] for name in chosen}
-    return int(
-        any(
-            ending not in ("passed", "skipped") and not (name == "tests" and ending.startswith("cut off"))
-            for name, ending in endings.items()
-        )
-    )
+    gpu = machine_name(args.device)
+    written, page = args.out / f"{gpu}.json", args.out / f"{gpu}.md"
+    found: dict[str, dict[str, Any]] = json.loads(written.read_text()) if written.exists() else {}
+    failed: list[str] = []
+
+    def report(name: str, figures: dict[str, Any]) -> None:
+        figures = with_forecast(name, figures, gpu)
+        found[name] = {k: round(v, 6) if isinstance(v, float) else v for k, v in figures.items()}
+        bad = figures.get("error") or figures.get("skipped")
+        if bad:
+            failed.append(name)
+        print(f"{time.monotonic() - began:4.0f} s  {name}: {bad or figures['seconds']}", flush=True)
+        write_atomically(written, json.dumps(found, indent=1) + "\n")
+        write_atomically(page, markdown(found))
+
+    with open(args.out / f"{gpu}.log", "ab", buffering=0) as log:
+        run_rows(_MODULE, args.device, [row.name for row in chosen], began + args.seconds, log, report, args.lanes)
+    print(f"wrote {written.with_suffix('')}.json, .md and .log; {len(failed)} of {len(chosen)} rows failed")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 sees_gpu='import sys, torch; sys.exit(not torch.cuda.is_available())'
 for candidate in ${PYTHON:-python python3}; do
   if "$candidate" -c "$sees_gpu" 2>/dev/null; then
-    exec "$candidate" benchmarks/gpu.py "$@"
+    exec "$candidate" -m benchmarks.gpu "$@"
   fi
 done
-exec "${PYTHON:-python3}" benchmarks/gpu.py "$@"
+exec "${PYTHON:-python3}" -m benchmarks.gpu "$@"

@@ -1,6 +1,6 @@
 """Trains every layout of `ROWS` that the ranks can hold, and compares them with one CPU process; torchrun starts it.
 
-Arguments: folder with `one.npz`, to which each rank writes `rank_R.json`; "nccl", or "staged" to share the GPUs.
+Arguments: folder with `<model>.npz`, to which each rank writes `rank_R.json`; "nccl", or "staged" to share the GPUs.
 MEGALITE_TEST_DEVICE=cpu rehearses it.
 """
 
@@ -24,12 +24,14 @@ from megalite.core.mesh.rendezvous import init_process_group
 from megalite.runtime.options.run import Config
 from tests.gpu import staged
 from tests.parity import jobs
+from tests.parity.test_experts import MIXTRAL
 from tests.parity.test_zero import Gradients, boxes_of, config, put_together
 
 STEPS = 3
+MODELS = {"dense": jobs.llama(), "experts": MIXTRAL}
 _CUT = {"tp": 2, "pp": 2}
 _RECOMPUTE = {"recompute": "full"}
-# name: (tp pp, ZeRO stage, further layout, training options); all other ranks are data-parallel ones.
+# name: (ranks that it needs, ZeRO stage, further layout, training options); all other ranks are data-parallel ones.
 ROWS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "dp-zero0": (1, 0, {}, {}),
     "dp-zero2": (1, 2, {}, {}),
@@ -43,20 +45,30 @@ ROWS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "pp2-offload": (2, 1, {"pp": 2}, {**_RECOMPUTE, "offload": "activations"}),
     "tp2-pp2-zb-h1-zero3": (4, 3, {**_CUT, "schedule": "zb-h1"}, {}),
     "tp2-pp2-topk": (4, 1, _CUT, {"compress": "topk:1"}),
+    "cp2-ring": (2, 1, {"cp": 2, "cp_comm": "ring"}, {}),
+    "cp2-gather-zero3": (2, 3, {"cp": 2, "cp_comm": "gather"}, _RECOMPUTE),
+    "cp2-a2a-pp2": (4, 2, {"cp": 2, "cp_comm": "a2a", "pp": 2}, {}),
+    "ep2-zero1": (2, 1, {"ep": 2}, {}),
+    "ep4-tp2-allgather-zero3": (4, 3, {"ep": 4, "tp": 2, "etp": "1", "moe_dispatch": "allgather"}, _RECOMPUTE),
 }
 
 
+def model_of(row: str) -> str:
+    """The name of a row's model: that of experts where they are distributed."""
+    return "experts" if "ep" in ROWS[row][2] else "dense"
+
+
 def config_of(row: str) -> Config:
-    """The configuration of a row; all of them train one model, in fp32."""
+    """The configuration of a row, in fp32."""
     _, zero, parallel, train = ROWS[row]
-    return config(jobs.llama(), zero, parallel, **train)
+    return config(MODELS[model_of(row)], zero, parallel, **train)
 
 
 def write_expected(folder: Path) -> None:
-    """Train on one CPU process; write its figures and gradients to `one.npz`."""
-    cfg = config(jobs.llama(), 1, {})
-    steps, boxes = _train(cfg, ParallelContext.single())
-    np.savez(folder / "one.npz", **put_together([boxes]), steps=np.array(steps))
+    """Train each model on one CPU process; write its figures and gradients to `<model>.npz`."""
+    for name, model in MODELS.items():
+        steps, boxes = _train(config(model, 1, {}), ParallelContext.single())
+        np.savez(folder / f"{name}.npz", **put_together([boxes]), steps=np.array(steps))
 
 
 def _train(cfg: Config, ctx: ParallelContext) -> tuple[list[tuple[float, float]], Gradients]:
@@ -71,13 +83,14 @@ def _train(cfg: Config, ctx: ParallelContext) -> tuple[list[tuple[float, float]]
 
 def check_rows(folder: Path, rows: list[str], device: torch.device) -> dict[str, dict[str, Any]]:
     """Train the rows that the world can hold: the worst relative errors of each, and the number of gradients held."""
-    expected = dict(np.load(folder / "one.npz"))
-    steps = expected.pop("steps")
+    known = {name: dict(np.load(folder / f"{name}.npz")) for name in MODELS}
     contexts: dict[Grid, ParallelContext] = {}
     found = {}
     for row in rows:
         if dist.get_world_size() % ROWS[row][0] or (row == "zero3-groups" and dist.get_world_size() < 4):
             continue
+        expected = dict(known[model_of(row)])
+        steps = expected.pop("steps")
         cfg = config_of(row)
         grid = Grid.from_config(cfg.parallel, dist.get_world_size())
         if grid not in contexts:

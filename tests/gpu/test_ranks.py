@@ -1,4 +1,4 @@
-"""Twelve layouts on this host's GPUs, each equal to one CPU process: NCCL on all GPUs, and eight ranks that share them.
+"""Layouts on this host's GPUs, each equal to one CPU process: NCCL on all GPUs, and eight ranks that share them.
 
 MEGALITE_TEST_DEVICE=cpu rehearses the latter where there is no GPU.
 """
