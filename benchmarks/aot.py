@@ -2,7 +2,7 @@
 
 Compiles every Triton kernel ahead of time for sm_80, sm_90 and sm_100 (and reads the CUDA kernels out of a built
 library), disassembles, and checks each against the table below: no spills (local loads or stores), 128-bit global loads
-where required, registers under a cap. Exit 1 with a line per breach. Needs the triton wheel: its cuobjdump and
+where required, registers under a cap, shared memory that the architecture has. Exit 1 with a line per breach. Needs the triton wheel: its cuobjdump and
 nvdisasm.
 """
 
@@ -24,7 +24,10 @@ ARCHS = (80, 90, 100)
 
 @dataclass(frozen=True)
 class Code:
-    """What one kernel compiled to for one architecture; loads are counted in instructions; one that it should have."""
+    """What one kernel compiled to for one architecture; loads are counted in instructions; one that it should have.
+
+    shared: bytes of shared memory of a program.
+    """
 
     kernel: str
     arch: int
@@ -33,15 +36,20 @@ class Code:
     wide_loads: int
     all_loads: int
     absent: str = ""
+    shared: int = 0
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Requirements of a kernel: registers at most, global loads of 128 bits at least, narrower loads at most."""
+    """Requirements of a kernel: registers at most, global loads of 128 bits at least, narrower loads at most.
+
+    spills: at most, where a GPU showed that the kernel is faster with them.
+    """
 
     registers: int
     wide_loads: int
     narrow_loads: int = 0
+    spills: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class Case:
     least_arch: int = 80
     instruction: str = ""
     last_arch: int = ARCHS[-1]
+    num_stages: int = 3
 
     @property
     def archs(self) -> list[int]:
@@ -69,10 +78,16 @@ TYPES |= dict.fromkeys(("stats_ptr", "lse_ptr", "scale_ptr", "partial_ptr", "mul
 TYPES |= dict.fromkeys(("codes_ptr", "second_codes_ptr"), "*fp8e4nv") | {"second_scale_ptr": "*fp32"}
 TYPES |= dict.fromkeys(("exp_avg_ptr", "exp_avg_sq_ptr"), "*fp32")
 TYPES |= {"main_grad_ptr": "*fp32", "tiles_ptr": "*i32", "ends_ptr": "*i32", "words_ptr": "*i32", "keep_ptr": "*i1"}
+TYPES |= dict.fromkeys(("written_ptr", "reads_ptr", "kept_ptr", "left_ptr", "held_ptr", "states_ptr"), "*fp32")
+TYPES |= dict.fromkeys(("new_ptr", "last_ptr", "dstates_ptr", "dnew_ptr", "dlast_ptr", "after_ptr"), "*fp32")
+TYPES |= dict.fromkeys(("dwritten_ptr", "dheld_ptr", "dsum_ptr", "weights_ptr", "dweights_ptr"), "*fp32")
+TYPES |= dict.fromkeys(("starts_ptr", "order_ptr", "inverse_ptr"), "*i64")
 TYPES |= dict.fromkeys(("eps", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2"), "fp32")
 TYPES |= dict.fromkeys(("decay", "step_size", "inv_sqrt_correction"), "fp32")
 
 
+# Bytes of shared memory that a program may take (CUDA C++ Programming Guide, technical specifications).
+_SHARED = {80: 166912, 90: 232448, 100: 232448}
 TO_FP8 = "F2FP.SATFINITE.E4M3"
 
 
@@ -104,7 +119,7 @@ def triton_cases() -> list[Case]:
     cases.append(Case("rope", rope.rope_kernel, rotary, 4, Limit(64, 8)))
     packed = {"BLOCK_HEADS": 16, "BLOCK_HALF": 64, "BLOCK_REST": 1, "HAS_REST": False}
     cases.append(Case("rope_pack", rope.rope_pack_kernel, packed, 4, Limit(64, 10)))
-    for kind, label in ((0, "silu"), (1, "gelu"), (2, "gelu_tanh")):
+    for kind, label in ((0, "silu"), (1, "gelu"), (2, "gelu_tanh"), (3, "clamped")):
         constants = {"KIND": kind, "BLOCK": 1024}
         cases.append(Case(f"glu_{label}", activation.glu_forward_kernel, {**constants, **no_codes}, 4, Limit(40, 2)))
         for group in (128, 32) if label == "silu" else ():
@@ -113,7 +128,7 @@ def triton_cases() -> list[Case]:
                 Case(f"glu_{label}_fp8_{group}", activation.glu_forward_kernel, case, 4, Limit(64, 2), 89, TO_FP8)
             )
         cases.append(Case(f"glu_{label}_backward", activation.glu_backward_kernel, constants, 4, Limit(48, 3)))
-        if kind:
+        if "gelu" in label:
             cases.append(Case(label, activation.gelu_forward_kernel, constants, 4, Limit(40, 1)))
             cases.append(Case(f"{label}_backward", activation.gelu_backward_kernel, constants, 4, Limit(48, 2)))
     adamw = {"HAS_OUT": True, "HAS_MULTIPLIER": True, "BLOCK": 1024}
@@ -121,6 +136,8 @@ def triton_cases() -> list[Case]:
         *cases,
         *_quantizing_cases(),
         *_product_cases(),
+        *_delta_cases(),
+        *_combine_cases(),
         Case("ce_stats", cross_entropy.stats_kernel, {"BLOCK": 4096}, 8, Limit(48, 2, 2)),
         Case("ce_grad", cross_entropy.grad_kernel, {"BLOCK": 2048}, 8, Limit(32, 1, 3)),
         Case("adamw_triton", flat.adamw_kernel, adamw, 4, Limit(56, 7, 1)),
@@ -165,12 +182,38 @@ def _product_cases() -> list[Case]:
         for name, kernel, flags, limit in (
             ("grouped_linear", grouped.grouped_product_kernel, {"TRANSPOSED": True}, Limit(192, 24, 12)),
             ("grouped_dgrad", grouped.grouped_product_kernel, {"TRANSPOSED": False}, Limit(192, 24, 12)),
-            ("grouped_wgrad", grouped.grouped_wgrad_kernel, {"ADD": True}, Limit(232, 40, 12)),
+            ("grouped_wgrad", grouped.grouped_wgrad_kernel, {"ADD": True}, Limit(255, 40, 12, 192)),
         ):
-            cases.append(
-                Case(f"{name}_sm_{arch}", kernel, {**tile, **flags}, 8, limit, arch, instruction, last_arch=arch)
-            )
+            constants, warps = {**tile, **flags}, 4 if name == "grouped_wgrad" else 8
+            cases.append(Case(f"{name}_sm_{arch}", kernel, constants, warps, limit, arch, instruction, last_arch=arch))
     return cases
+
+
+def _delta_cases() -> list[Case]:
+    """A delta net's kernels with heads of 128."""
+    from megalite.core.parts.kernels.triton import conv, delta
+
+    scan = {"CHUNK": 64, "WIDTH": 128, "COLUMNS": 32, "PRECISION": "tf32"}
+    rows = {"STARTS": True, "WIDTH": 4, "ROWS": 16, "CHANNELS": 128}
+    return [
+        Case("delta_states", delta.delta_states_kernel, scan, 8, Limit(255, 8, 120), num_stages=2),
+        Case("delta_states_backward", delta.delta_states_backward_kernel, scan, 8, Limit(255, 8, 120), num_stages=2),
+        Case("causal_conv", conv.causal_conv_kernel, rows, 4, Limit(128, 4, 99)),
+        Case("causal_conv_sums", conv.causal_conv_sums_kernel, {**rows, "PASSES": 4}, 4, Limit(168, 4, 99)),
+        Case("causal_conv_dx", conv.causal_conv_dx_kernel, rows, 4, Limit(128, 4, 99)),
+    ]
+
+
+def _combine_cases() -> list[Case]:
+    """The rows of a token for eight experts."""
+    from megalite.core.parts.kernels.triton import combine
+
+    sizes = {"K": 8, "BLOCK": 1024}
+    return [
+        Case("spread_rows", combine.spread_kernel, {**sizes, "WEIGHTS": True}, 4, Limit(64, 1, 8)),
+        Case("combine_rows", combine.combine_kernel, {**sizes, "WEIGHTS": True}, 4, Limit(96, 8, 24)),
+        Case("expert_weights_grad", combine.weights_grad_kernel, sizes, 4, Limit(96, 2, 24)),
+    ]
 
 
 # Kernels of the CUDA library by a pattern of their demangled names; the first match counts. A kernel that takes its
@@ -256,14 +299,14 @@ def compile_triton(case: Case, arch: int) -> Code:
         if kind == "i32" or kind.startswith("*")
     }
     source = ASTSource(case.kernel, signature, dict(case.constants), divisible)
-    options = {"num_warps": case.num_warps, "enable_fp_fusion": True}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         (_, _, registers, opcodes) = next(disassemble(cubin))
     absent = "" if any(op.startswith(case.instruction) for op in opcodes) else case.instruction
-    return replace(to_code(case.name, arch, registers, opcodes), absent=absent)
+    return replace(to_code(case.name, arch, registers, opcodes), absent=absent, shared=compiled.metadata.shared)
 
 
 def read_cuda(library: Path) -> list[tuple[Code, Limit]]:
@@ -286,7 +329,8 @@ def breaches(code: Code, limit: Limit) -> list[str]:
     where = f"{code.kernel} sm_{code.arch}"
     narrow = code.all_loads - code.wide_loads
     rules: tuple[tuple[bool, Callable[[], str]], ...] = (
-        (code.spills == 0, lambda: f"{code.spills} spill instructions"),
+        (code.spills <= limit.spills, lambda: f"{code.spills} spill instructions, allowed {limit.spills}"),
+        (code.shared <= _SHARED[code.arch], lambda: f"{code.shared} bytes of shared memory, has {_SHARED[code.arch]}"),
         (code.registers <= limit.registers, lambda: f"{code.registers} registers, cap {limit.registers}"),
         (code.wide_loads >= limit.wide_loads, lambda: f"{code.wide_loads} 128-bit loads, required {limit.wide_loads}"),
         (not code.absent, lambda: f"no {code.absent}"),

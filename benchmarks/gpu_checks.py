@@ -42,7 +42,7 @@ MODELS = {
     "olmo2": f"--arch olmo2 {_GROUPED}",
     "gemma2": f"--arch gemma2 {_GROUPED} {_WINDOW} --query-pre-attn-scalar 64",
     "gemma3": f"--arch gemma3_text {_GROUPED} {_WINDOW} --window-pattern 3 --query-pre-attn-scalar 64",
-    "mixtral": f"--arch mixtral {_GROUPED} {_EXPERTS}",
+    "mixtral": f"--arch mixtral {_GROUPED} {_EXPERTS} --seed 7",
     "qwen3-moe": f"--arch qwen3_moe {_GROUPED} {_EXPERTS}",
     "glm4-moe": f"--arch glm4_moe {_GROUPED} {_EXPERTS} --qk-norm head --mtp-num-layers 1",
     "gpt-oss": f"--arch gpt_oss {_GROUPED} {_WINDOW} {_EXPERTS}",

@@ -161,7 +161,9 @@ def fp8_products(device: torch.device) -> dict[str, Any]:
     for name, recipe in RECIPES.items():
         if kernels and torch.cuda.get_device_capability(device) not in recipe.capabilities:
             continue
-        quantize, product = (fp8.fused_quantize, fp8.scaled_product) if kernels else (fp8.quantize, fp8.emulated_product)
+        quantize, product = (
+            (fp8.fused_quantize, fp8.scaled_product) if kernels else (fp8.quantize, fp8.emulated_product)
+        )
         for m, n, k in (large, (1037, 256, 2048), (1037, 256, 128), (1, 128, 128)):
             x, w = (torch.randn(rows, k, device=device, dtype=_BF16) for rows in (m, n))
             a = quantize(x, recipe.activation, torch.float8_e4m3fn, recipe.power_of_2)

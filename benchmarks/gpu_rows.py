@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ STEPS: dict[str, tuple[str, int]] = {
     "Gemma-3-4B, 6 layers": ("--preset gemma-3-4b --num-layers 6 --seq-len 8192", 1),
     "Llama-3.2-1B, compiled": ("--preset llama-3.2-1b --seq-len 4096 --compile", 4),
 }
-_SECONDS = {"Llama-3.2-1B, compiled": 60.0}
+# Models whose steps the host may limit.
+HOSTS = ("Qwen3-30B-A3B, 4 layers, 16 experts", "Qwen3-30B-A3B, 4 layers", "Qwen3-Next-80B-A3B, 4 layers, 64 experts")
+_SECONDS = {"Qwen3-Next-80B-A3B, 4 layers, 64 experts": 60.0, "Llama-3.2-1B, compiled": 90.0}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SLICES = 4
 
@@ -86,6 +89,12 @@ def step(name: str, device: torch.device) -> dict[str, Any]:
     return gpu_steps.step_row(flags, micro_batch, device)
 
 
+def host(name: str, device: torch.device) -> dict[str, Any]:
+    """Profile the host's part of a step; on a CPU a tiny model's."""
+    flags, micro_batch = STEPS[name]
+    return gpu_steps.host_row(*((gpu_steps.TINY, 1) if device.type == "cpu" else (flags, micro_batch)), device)
+
+
 def kernel_group(name: str, device: torch.device) -> dict[str, Any]:
     """Time one group of ops on every backend: GB/s over the bytes that an op cannot avoid."""
     sizes = kernels.SIZES["cuda"] if device.type == "cuda" else kernels.Sizes(64, 64, 128, 512, 1 << 12)
@@ -103,7 +112,9 @@ def pytest(files: tuple[str, ...], device: torch.device) -> dict[str, Any]:
         AssertionError: they failed; the last lines are named.
     """
     env = {**os.environ, "MEGALITE_TEST_DEVICE": device.type}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "--durations=8", "-p", "no:cacheprovider", *files]
+    if find_spec("xdist") is not None and device.type == "cuda":
+        command += ["-n", "8"]
     if device.type == "cpu":
         command.append("--collect-only")  # they have a rehearsal of their own
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -125,6 +136,7 @@ def _rows() -> list[Row]:
                 check = partial(gpu_checks.check_kernels, spec, _DTYPES[dtype], i, _SLICES)
                 rows.append(Row(f"kernels: {spec} {dtype} {i + 1}/{_SLICES}", 60, check, together=True))
     rows += [Row(f"step: {name}", _SECONDS.get(name, 30.0), partial(step, name)) for name in STEPS]
+    rows += [Row(f"host: {name}", 30.0, partial(host, name)) for name in HOSTS]
     rows += [
         Row("ceilings", 15, gpu_products.ceilings),
         *(Row(f"products: {name}", 15, partial(gpu_products.linear_products, name)) for name in ("1b", "8b")),

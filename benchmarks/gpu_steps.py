@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ MICROBATCHES = 2
 # Of a rehearsal on a CPU, in place of a preset and its sample length.
 TINY = "--num-layers 2 --hidden-size 64 --num-heads 4 --vocab-size 512 --seq-len 64"
 _GAP_US = 20.0
+_UNMEASURED = 3
 
 
 def configure(flags: str, micro_batch: int) -> Config:
@@ -49,21 +53,25 @@ def run_step(engine: Engine, step: int) -> float:
 def step_row(flags: str, micro_batch: int, device: torch.device, steps: int = 5) -> dict[str, Any]:
     """Measure steps of a model: speed, MFU in both conventions, memory beside the planned one, and a profile.
 
-    Two more steps come before, and one after for the profile.
+    Three more steps come before, and one after for the profile.
     """
     cfg = configure(flags, micro_batch)
     engine = build(cfg, device)
-    times = [run_step(engine, i + 1) for i in range(steps + 2)][2:]
+    times = []
+    for i in range(steps + _UNMEASURED):
+        times.append(run_step(engine, i + 1))
+        print(f"step {i + 1}: {times[-1] * 1e3:.1f} ms", flush=True)
+    times = times[_UNMEASURED:]
     measured = figures(cfg, times, times[0], device)
     found = {
         "ms": measured["step_s"] * 1e3,
-        "slowest_ms": max(times) * 1e3,
+        "times_ms": [round(t * 1e3, 1) for t in times],
         **{key: measured[key] for key in ("tokens_per_s", "mfu_causal", "mfu_full")},
         "planned_gib": memory_per_rank(cfg, Grid.of(1))[0].total / 2**30,
     }
     if device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return {**found, **profile(engine, steps + 3, device)}
+    return {**found, **profile(engine, steps + _UNMEASURED + 1, device)}
 
 
 def profile(engine: Engine, step: int, device: torch.device) -> dict[str, Any]:
@@ -86,6 +94,19 @@ def profile(engine: Engine, step: int, device: torch.device) -> dict[str, Any]:
         **(gaps(events) if device.type == "cuda" else {}),
         "top": [[e.key[:90], round(getattr(e, time_of) / 1e3, 3), e.count] for e in kernels[:25]],
     }
+
+
+def host_row(flags: str, micro_batch: int, device: torch.device) -> dict[str, Any]:
+    """Profile the Python of one step: the functions by their own time, milliseconds and calls."""
+    engine = build(configure(flags, micro_batch), device)
+    for i in range(_UNMEASURED):
+        run_step(engine, i + 1)
+    profiler = cProfile.Profile()
+    wall = profiler.runcall(run_step, engine, _UNMEASURED + 1)
+    functions = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    own = sorted(((t, n, key) for key, (_, n, t, _, _) in functions.items()), reverse=True)
+    shown = [[f"{Path(file).name}:{line} {name}", round(t * 1e3, 2), n] for t, n, (file, line, name) in own[:30]]
+    return {"profiled_ms": wall * 1e3, "functions": shown}
 
 
 def gaps(events: Sequence[tuple[float, float, str]]) -> dict[str, Any]:

@@ -91,6 +91,8 @@ def check_rows(folder: Path, rows: list[str], device: torch.device) -> dict[str,
             continue
         expected = dict(known[model_of(row)])
         steps = expected.pop("steps")
+        if dist.get_rank() == 0:
+            print(row, flush=True)
         cfg = config_of(row)
         grid = Grid.from_config(cfg.parallel, dist.get_world_size())
         if grid not in contexts:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megalite.core.model.parameters import param_map
+from megalite.core.ops import Ops
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.rates import rates_at
 from megalite.core.sharding import Shard
@@ -233,8 +234,8 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
         loss, counts = balance(self, *args)
         return loss / parallel.cp, counts
 
-    def by_stride(self: AllToAll, ids: torch.Tensor, num: int, ep: Any) -> None:
-        way(self, ids % ep.size * (num // ep.size) + ids // ep.size, num, ep)
+    def by_stride(self: AllToAll, ids: torch.Tensor, num: int, ep: Any, ops: Ops) -> None:
+        way(self, ids % ep.size * (num // ep.size) + ids // ep.size, num, ep, ops)
 
     def over_dp(self: Shard) -> tuple[str, ...]:
         return (*axes(self), *(("ep",) if "ep" in self.layout.grid.names else ()))

@@ -43,7 +43,7 @@ def boxes_of(engine: Any) -> Gradients:
             _, held = boxes.setdefault(state.name, (state.shape, []))
             for box in state.slices:
                 part = state.flat[box.at : box.at + box.numel].view(box.shape)
-                held.append((box.index, part.numpy().copy()))
+                held.append((box.index, part.cpu().numpy().copy()))
     return boxes
 
 

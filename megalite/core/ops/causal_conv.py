@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.core.ops.op import TORCH, Op
+from megalite.core.ops.op import TORCH, Op, triton
 
 
 def _shifts(x: Tensor, width: int, starts: Tensor | None) -> Iterator[tuple[int, Tensor]]:
@@ -65,4 +65,4 @@ def causal_conv(x: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tens
     return _CausalConv.apply(x, weight, starts)
 
 
-OP = Op("causal_conv", (causal_conv,), (TORCH,))
+OP = Op("causal_conv", (causal_conv,), (triton("conv"), TORCH))

@@ -37,6 +37,7 @@ _NAMES = (
     "stochastic_round",
     "matmul",
     "grouped",
+    "combine",
 )
 # Every op by its name, in the order of the listing.
 OPS: dict[str, Op] = {name: import_module(f"megalite.core.ops.{name}").OP for name in _NAMES}
@@ -87,6 +88,8 @@ class Ops:
     grouped_linear: Callable[..., Tensor]
     grouped_dgrad: Callable[..., Tensor]
     grouped_wgrad: Callable[..., None]
+    spread_rows: Callable[..., Tensor]
+    combine_rows: Callable[..., Tensor]
     choices: tuple[Choice, ...] = ()
 
     def describe(self) -> str:

@@ -20,18 +20,40 @@ triangular system); `recurrent` below is the definition, token by token, and no 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.core.ops.op import TORCH, Op
+from megalite.core.ops.op import TORCH, Op, triton
 from megalite.core.parts.mixers.delta_net.delta_slices import CHUNK, heads_at_once
 
 EPS = 1e-6
 Slices = list[list[slice]]
+
+
+class Scan(Protocol):
+    """Computes the states of all chunks at once, for gradients too; a backend has one."""
+
+    def __call__(
+        self, written: Tensor, reads: Tensor, kept: Tensor, left: Tensor, held: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Go from chunk to chunk, from the state `held` on: new = written - reads held, held <- kept held + left new.
+
+        Args:
+            written: [B, N, chunks, CHUNK, V].
+            reads: [B, N, chunks, CHUNK, K].
+            kept: [B, N, chunks, 1, 1].
+            left: [B, N, chunks, K, CHUNK].
+            held: [B, N, K, V].
+
+        Returns:
+            The states before the chunks [B, N, chunks, K, V], new [B, N, chunks, CHUNK, V], the state behind them.
+        """
+        ...
 
 
 def recurrent(
@@ -119,22 +141,37 @@ def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _outputs(
-    starts: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None = None
+    starts: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    *,
+    scan: Scan | None,
 ) -> Tensor:
     """Compute `gated_delta_rule` of some heads, differentiable by autograd; state [K, B, N, V]."""
     k, between, before, written, reads, left, kept = _within_chunks(k, v, decay, beta, starts)
     q = _unit(_in_chunks(q, k.dtype)).repeat_interleave(v.shape[2] // q.shape[2], 1) * k.shape[-1] ** -0.5
     seen, q = q @ k.mT * between, q * before.unsqueeze(-1)
     held = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state is None else state.permute(1, 2, 0, 3)
-    out = []
-    for written_i, reads_i, q_i, seen_i, kept_i, left_i in _chunks(written, reads, q, seen, kept, left):
-        new = written_i - reads_i @ held
-        out.append(q_i @ held + seen_i @ new)
-        held = held * kept_i + left_i @ new
-    return torch.cat(out, 2).permute(2, 0, 1, 3)[: len(v)].to(v.dtype)
+    if scan is not None:
+        states, new, _ = scan(written, reads, kept, left, held)
+        out = (q @ states + seen @ new).flatten(2, 3)
+    else:
+        parts = []
+        for written_i, reads_i, q_i, seen_i, kept_i, left_i in _chunks(written, reads, q, seen, kept, left):
+            new = written_i - reads_i @ held
+            parts.append(q_i @ held + seen_i @ new)
+            held = held * kept_i + left_i @ new
+        out = torch.cat(parts, 2)
+    return out.permute(2, 0, 1, 3)[: len(v)].to(v.dtype)
 
 
-def _transition(starts: Tensor | None, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+def _transition(
+    starts: Tensor | None, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, *, scan: Scan | None
+) -> Tensor:
     """Compute `gated_delta_transition` of some heads, [K, B, N, K + V], differentiable by autograd.
 
     The first columns are of a state that begins as the identity, and to which no values are written.
@@ -144,8 +181,11 @@ def _transition(starts: Tensor | None, k: Tensor, v: Tensor, decay: Tensor, beta
         *k.shape[:2], -1, -1
     )
     written = F.pad(written, (k.shape[-1], 0))
-    for written_i, reads_i, kept_i, left_i in _chunks(written, reads, kept, left):
-        held = held * kept_i + left_i @ (written_i - reads_i @ held)
+    if scan is not None:
+        _, _, held = scan(written, reads, kept, left, held)
+    else:
+        for written_i, reads_i, kept_i, left_i in _chunks(written, reads, kept, left):
+            held = held * kept_i + left_i @ (written_i - reads_i @ held)
     return held.permute(2, 0, 1, 3)
 
 
@@ -197,17 +237,21 @@ def gated_delta_rule(
     beta: Tensor,
     starts: Tensor | None = None,
     state: Tensor | None = None,
+    *,
+    scan: Scan | None = None,
 ) -> Tensor:
-    """Torch reference of `gated_delta_rule`; see the module's contract."""
+    """Torch reference of `gated_delta_rule`, but for a `scan`; see the module's contract."""
     inputs = [q, k, v, decay, beta, *([] if state is None else [state.permute(2, 0, 1, 3)])]
-    return _InSlices.apply(_outputs, _slices(k, v, [x.shape[2] for x in inputs]), starts, *inputs)
+    return _InSlices.apply(partial(_outputs, scan=scan), _slices(k, v, [x.shape[2] for x in inputs]), starts, *inputs)
 
 
-def gated_delta_transition(k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None = None) -> Tensor:
-    """Torch reference of `gated_delta_transition`; see the module's contract."""
+def gated_delta_transition(
+    k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None = None, *, scan: Scan | None = None
+) -> Tensor:
+    """Torch reference of `gated_delta_transition`, but for a `scan`; see the module's contract."""
     inputs = k, v, decay, beta
-    out = _InSlices.apply(_transition, _slices(k, v, [x.shape[2] for x in inputs]), starts, *inputs)
+    out = _InSlices.apply(partial(_transition, scan=scan), _slices(k, v, [x.shape[2] for x in inputs]), starts, *inputs)
     return out.permute(1, 2, 0, 3)
 
 
-OP = Op("delta_rule", (gated_delta_rule, gated_delta_transition), (TORCH,))
+OP = Op("delta_rule", (gated_delta_rule, gated_delta_transition), (triton("delta"), TORCH))

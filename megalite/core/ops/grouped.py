@@ -1,7 +1,7 @@
 """Products of groups of rows, each with a matrix of its own: the experts of a layer.
 
-Rows x [R, I] lie group after group; sizes holds the number of rows of each of E groups (on the host, 0 allowed, sum R);
-weights w [E, O, I].
+Rows x [R, I] lie group after group; sizes holds the number of rows of each of E groups (0 allowed, sum R): numbers of
+the host, or `Sizes`, which the device knows first; weights w [E, O, I].
 
 grouped_linear(x, w, sizes) -> y
     y = x_e w_e^T for every group e; y [R, O]. x and w of one dtype.
@@ -14,24 +14,71 @@ grouped_wgrad(main_grad, dy, x, sizes, accumulate=True) -> None
     main_grad [E, O, I], of the dtypes of `linear_wgrad`.
 
 These functions are not differentiable: `tensor_parallel.grouped_linear` defines their backward. On CUDA in bf16,
-torch's grouped GEMM computes the first two in one kernel, where O and I are multiples of 8. Where torch has none (fp16,
-GPUs other than Hopper and Blackwell data-center GPUs), Triton's kernels compute all three
-(core/parts/kernels/triton/grouped.py): from sm_80 on, and in fp32 only when asked for by name. Elsewhere groups are
-multiplied one after another, on CPU in fp32 by oneDNN where that is faster (core/parts/kernels/onednn.py).
+torch's grouped GEMM computes the first two in one kernel, where O and I are multiples of 8, and Triton the last: the
+host need not know the sizes. Where torch has none (fp16, GPUs other than Hopper and Blackwell data-center GPUs), Triton's kernels
+compute all three (core/parts/kernels/triton/grouped.py): from sm_80 on, and in fp32 only when asked for by name.
+Elsewhere groups are multiplied one after another, on CPU in fp32 by oneDNN where that is faster
+(core/parts/kernels/onednn.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.core.ops.matmul import linear_wgrad
 from megalite.core.ops.op import ONEDNN, TORCH, Backend, Op, triton
+
+
+class Sizes(Sequence[int]):
+    """Rows of each group, of which the device knows; the host waits for them when it first asks for one.
+
+    Args:
+        counts: int64 [E], on the device.
+        wait: returns them on the host.
+    """
+
+    def __init__(self, counts: Tensor, wait: Callable[[], list[int]]) -> None:
+        self.counts = counts
+        self._wait = wait
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Where each group begins, and the last ends, int32 [E + 1], on the device."""
+        return F.pad(self.counts.cumsum(0, dtype=torch.int32), (1, 0))
+
+    @cached_property
+    def _host(self) -> list[int]:
+        return self._wait()
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._host[index]
+
+
+def counts_of(sizes: Sequence[int], like: Tensor) -> Tensor:
+    """Return the sizes on the device of `like`, int64 [E]."""
+    return sizes.counts if isinstance(sizes, Sizes) else numbers(sizes, like, torch.int64)
+
+
+def ends_of(sizes: Sequence[int], like: Tensor) -> Tensor:
+    """Return where each group begins, and the last ends, on the device of `like`, int32 [E + 1]."""
+    return sizes.ends if isinstance(sizes, Sizes) else numbers((0, *accumulate(sizes)), like, torch.int32)
 
 
 def groups(sizes: Sequence[int]) -> list[slice]:
@@ -69,24 +116,31 @@ def numbers(values: Iterable[int], like: Tensor, dtype: torch.dtype) -> Tensor:
     return (host.pin_memory() if like.is_cuda else host).to(like.device, non_blocking=True)
 
 
-def _ends(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    return numbers(accumulate(sizes), x, torch.int32)
-
-
 def _load(op: Op) -> Mapping[str, Callable[..., Any]]:
     # The public name, F.grouped_mm, is newer than some of the versions that megalite runs on.
     # Its rows must start at multiples of 16 bytes, and there must be some.
     def grouped_mm_linear(x: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
         if not len(x) or w.shape[1] % 8 or w.shape[2] % 8:
             return grouped_linear(x, w, sizes)
-        return torch._grouped_mm(x, w.transpose(1, 2), offs=_ends(x, sizes))
+        return torch._grouped_mm(x, w.transpose(1, 2), offs=ends_of(sizes, x)[1:])
 
     def grouped_mm_dgrad(dy: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
         if not len(dy) or w.shape[1] % 8 or w.shape[2] % 8:
             return grouped_dgrad(dy, w, sizes)
-        return torch._grouped_mm(dy, w, offs=_ends(dy, sizes))
+        return torch._grouped_mm(dy, w, offs=ends_of(sizes, dy)[1:])
 
-    return {"grouped_linear": grouped_mm_linear, "grouped_dgrad": grouped_mm_dgrad, "grouped_wgrad": grouped_wgrad}
+    if _TRITON.why_not(torch.device("cuda"), torch.bfloat16) is None:
+        _TRITON.load(op)
+
+    def wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], accumulate: bool = True) -> None:
+        # An estimate defines it without Triton.
+        in_one_launch = getattr(torch.ops.megalite, "triton_grouped_wgrad_", None)
+        if dy.is_cuda and in_one_launch is not None:
+            in_one_launch(main_grad, dy, x, ends_of(sizes, x), accumulate)
+        else:
+            grouped_wgrad(main_grad, dy, x, sizes, accumulate)
+
+    return {"grouped_linear": grouped_mm_linear, "grouped_dgrad": grouped_mm_dgrad, "grouped_wgrad": wgrad}
 
 
 def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:

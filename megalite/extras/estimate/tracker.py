@@ -48,10 +48,12 @@ _ATTENTION = {
 }
 # FlashAttention's variable-length kernels (torch.nn.attention.varlen).
 _VARLEN = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
-# Rows of Triton's grouped products, and what each element of a row is multiplied by.
+# Rows of the products in Triton's kernels, and what each element of a row is multiplied by.
 _GROUPED: dict[str, Callable[..., tuple[torch.Tensor, int]]] = {
     "megalite::triton_grouped_product": lambda x, w, sizes, transposed: (x, w.shape[1 if transposed else 2]),
     "megalite::triton_grouped_wgrad_": lambda main_grad, dy, x, *rest: (dy, x.shape[1]),
+    "megalite::triton_delta_states": lambda written, reads, *rest: (written, 2 * reads.shape[-1]),
+    "megalite::triton_delta_states_backward": lambda dstates, dnew, dlast, reads, *rest: (dnew, 2 * reads.shape[-1]),
 }
 # What a pipeline operation leaves in memory, by its kind.
 _KEPT = {"F": "activations", "I": "deferred weight gradients", "RF": "messages", "RB": "messages"}

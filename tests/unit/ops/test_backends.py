@@ -15,7 +15,7 @@ from megalite.core.ops.cross_entropy import combine_stats
 from megalite.core.ops.linear_cross_entropy import LinearCrossEntropy
 from megalite.core.sharding import Layout, ParamSpec, Shard
 from megalite.core.sharding.parameter import ShardedParameter
-from tests.ops_contract import check
+from tests.ops_contract import LIMITS, check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -38,6 +38,7 @@ def _row_ops(ops: Ops) -> dict[str, Any]:
         "layernorm": lambda x: ops.layernorm(x, w.to(x), b.to(x), 1e-5),
         "add_layernorm": lambda x: ops.add_layernorm(x, x, w.to(x), b.to(x), 1e-5)[0],
         "swiglu": ops.swiglu,
+        "clamped_swiglu": ops.clamped_swiglu,
         "geglu": lambda x: ops.geglu(x, "tanh"),
         "gelu": ops.gelu,
         "rope": lambda x: ops.rope(x.view(-1, 1, 2, 16), torch.ones(len(x), 8).to(x), torch.ones(len(x), 8).to(x)),
@@ -55,9 +56,26 @@ def test_a_bad_number_shows_in_its_row_and_in_no_other(ops: Ops, device: str, na
     spoiled = run(x)
     others = [0, 1, 3]
     assert torch.equal(spoiled[others], clean[others])
-    # Silu, gelu and a softmax over -inf have finite values there; everything else must show the bad number.
-    if bad != float("-inf") or name not in ("swiglu", "geglu", "gelu", "cross_entropy"):
+    # Silu, gelu and a softmax over -inf have finite values there, and a clamped gate beyond its limit; everything else
+    # must show the bad number.
+    finite = {float("-inf"): ("swiglu", "geglu", "gelu", "cross_entropy"), float("inf"): ("clamped_swiglu",)}
+    if name not in finite.get(bad, ()):
         assert not spoiled[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_clamped_gate_at_its_limits(ops: Ops, device: str, dtype: torch.dtype) -> None:
+    """At a limit the gradient is that of the inside, beyond it 0, as of `torch.clamp`."""
+    sides = torch.tensor([-8, -7.0625, -7, -6.9375, -1, 6.9375, 7, 7.0625, 8], dtype=torch.float64)
+    packed = torch.cat(torch.meshgrid(sides, sides, indexing="ij"), dim=1).to(device)
+    x, exact = packed.to(dtype).requires_grad_(), packed.requires_grad_()
+    gate, up = exact.chunk(2, dim=1)
+    (want,) = torch.autograd.grad(
+        (gate.clamp(max=7) * (1.702 * gate.clamp(max=7)).sigmoid() * (up.clamp(-7, 7) + 1)).sum(), exact
+    )
+    (got,) = torch.autograd.grad(ops.clamped_swiglu(x).sum(), x)
+    torch.testing.assert_close(got.double(), want, rtol=LIMITS[dtype], atol=1e-6)
+    assert torch.equal(got == 0, want == 0)
 
 
 @pytest.mark.parametrize("width", [8192, 12288, 16384])

@@ -36,6 +36,7 @@ GRADCHECKS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "rope_qkv": (lambda o, x: o.rope_qkv(x.clone(), _COS, _SIN, 4, 2), (_x(3, 2, 8, 6),)),
     "rope": (lambda o, x: o.rope(x, _COS, _SIN), (_x(3, 2, 4, 6),)),
     "swiglu": (lambda o, x: o.swiglu(x), (_x(3, 8),)),
+    "clamped_swiglu": (lambda o, x: o.clamped_swiglu(4 * x), (_x(3, 8),)),
     "geglu erf": (lambda o, x: o.geglu(x, "none"), (_x(3, 8),)),
     "geglu tanh": (lambda o, x: o.geglu(x, "tanh"), (_x(3, 8),)),
     "gelu erf": (lambda o, x: o.gelu(x, "none"), (_x(3, 4),)),

@@ -21,13 +21,16 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
+from megalite.core.ops import delta_rule
+from megalite.core.ops.delta_rule import Scan
+from megalite.core.ops.grouped import ends_of
 from megalite.core.ops.mixing import least_kept
 from megalite.core.ops.op import Backend, Missing, Op
 from megalite.core.parts.kernels import cpp, cuda, native
 from megalite.core.sharding.parameter import ShardedParameter
 
-# Numbers of activations in the kernels' schemas.
-KINDS = {"silu": 0, "none": 1, "tanh": 2}
+# Numbers of activations in the kernels' schemas; only Triton has the clamped one.
+KINDS = {"silu": 0, "none": 1, "tanh": 2, "clamped": 3}
 _NATIVE: dict[str, dict[str, Callable[..., Any]]] = {"cpp": cpp.KERNELS, "cuda": cuda.KERNELS}
 
 
@@ -183,6 +186,113 @@ class _Rope(torch.autograd.Function):
         return _kernel(ctx.kernels, "rope")(dy, *ctx.saved_tensors, True), None, None, None
 
 
+class _Scan(torch.autograd.Function):
+    """`delta_rule.Scan`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, written: Tensor, reads: Tensor, kept: Tensor, left: Tensor, held: Tensor, exact: bool, kernels: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        states, new, last = _kernel(kernels, "delta_states")(written, reads, kept, left, held, exact)
+        ctx.save_for_backward(reads, kept, left, states, new)
+        ctx.exact, ctx.kernels = exact, kernels
+        return states, new, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dstates: Tensor, dnew: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        reads, kept, left, states, new = ctx.saved_tensors
+        run = _kernel(ctx.kernels, "delta_states_backward")
+        after, dwritten, dheld = run(dstates, dnew, dlast, reads, kept, left, ctx.exact)
+        dkept = (after * states).sum((-1, -2), keepdim=True)
+        return dwritten, -(dwritten @ states.mT), dkept, after @ new.mT, dheld, None, None
+
+
+class _SpreadRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int, weights: Tensor | None, kernels: str
+    ) -> Tensor:
+        ctx.save_for_backward(inverse, weights, None if weights is None else x)
+        ctx.k, ctx.kernels = k, kernels
+        return _kernel(kernels, "spread_rows")(x, order, weights, k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
+        inverse, weights, x = ctx.saved_tensors
+        dx = _kernel(ctx.kernels, "combine_rows")(drows, inverse, weights, ctx.k)
+        if weights is None:
+            return dx, None, None, None, None, None
+        return dx, None, None, None, _kernel(ctx.kernels, "expert_weights_grad")(drows, x, inverse, ctx.k), None
+
+
+class _CombineRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, k: int, weights: Tensor | None, kernels: str
+    ) -> Tensor:
+        ctx.save_for_backward(order, inverse, weights, None if weights is None else rows)
+        ctx.k, ctx.kernels = k, kernels
+        return _kernel(kernels, "combine_rows")(rows, inverse, weights, k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        order, inverse, weights, rows = ctx.saved_tensors
+        drows = _kernel(ctx.kernels, "spread_rows")(dy, order, weights, ctx.k)
+        if weights is None:
+            return drows, None, None, None, None, None
+        return drows, None, None, None, _kernel(ctx.kernels, "expert_weights_grad")(rows, dy, inverse, ctx.k), None
+
+
+class _CausalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Tensor | None, kernels: str) -> Tensor:
+        ctx.save_for_backward(x, weight, starts)
+        ctx.kernels = kernels
+        return _kernel(kernels, "causal_conv")(x, weight, starts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight = _kernel(ctx.kernels, "causal_conv_backward")(dy, *ctx.saved_tensors)
+        return dx, dweight, None, None
+
+
+def spread_rows(
+    x: Tensor, order: Tensor, inverse: Tensor, k: int, weights: Tensor | None = None, *, kernels: str
+) -> Tensor:
+    """Run `spread_rows` in one pass each way."""
+    return _SpreadRows.apply(x, order, inverse, k, weights, kernels)
+
+
+def combine_rows(
+    rows: Tensor, order: Tensor, inverse: Tensor, k: int, weights: Tensor | None = None, *, kernels: str
+) -> Tensor:
+    """Run `combine_rows` in one pass, and its backward in one each for rows and weights."""
+    return _CombineRows.apply(rows, order, inverse, k, weights, kernels)
+
+
+def _scan(v: Tensor, kernels: str) -> Scan:
+    return lambda *args: _Scan.apply(*args, v.dtype == torch.float32, kernels)
+
+
+def causal_conv(x: Tensor, weight: Tensor, starts: Tensor | None = None, *, kernels: str) -> Tensor:
+    """Run `causal_conv` in one kernel, and its backward in two."""
+    return _CausalConv.apply(x, weight, starts, kernels)
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *args: Any, kernels: str) -> Tensor:
+    """Run `gated_delta_rule` with one kernel each way for the states of all chunks."""
+    return delta_rule.gated_delta_rule(q, k, v, *args, scan=_scan(v, kernels))
+
+
+def gated_delta_transition(k: Tensor, v: Tensor, *args: Any, kernels: str) -> Tensor:
+    """Run `gated_delta_transition` with one kernel each way for the states of all chunks."""
+    return delta_rule.gated_delta_transition(k, v, *args, scan=_scan(v, kernels))
+
+
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, kernels: str, group: int = 0) -> Tensor:
     """Run `rmsnorm` in one kernel each way."""
     return _Norm.apply(x, None, weight, None, eps, kernels, group)
@@ -215,6 +325,11 @@ def swiglu(gate_up: Tensor, *, kernels: str, group: int = 0) -> Tensor:
 def geglu(gate_up: Tensor, approximate: str = "none", *, kernels: str, group: int = 0) -> Tensor:
     """Run `geglu` in one kernel each way."""
     return _Activation.apply(gate_up, "glu", approximate, kernels, group)
+
+
+def clamped_swiglu(gate_up: Tensor, *, kernels: str) -> Tensor:
+    """Run `clamped_swiglu` in one kernel each way."""
+    return _Activation.apply(gate_up, "glu", "clamped", kernels, 0)
 
 
 def gelu(x: Tensor, approximate: str = "none", *, kernels: str) -> Tensor:
@@ -300,19 +415,19 @@ def lamb_apply(
 
 def grouped_linear(x: Tensor, w: Tensor, sizes: Sequence[int], *, kernels: str) -> Tensor:
     """Run `grouped_linear` in one launch."""
-    return _kernel(kernels, "grouped_product")(x, w, sizes, True)
+    return _kernel(kernels, "grouped_product")(x, w, list(sizes), True)
 
 
 def grouped_dgrad(dy: Tensor, w: Tensor, sizes: Sequence[int], *, kernels: str) -> Tensor:
     """Run `grouped_dgrad` in one launch."""
-    return _kernel(kernels, "grouped_product")(dy, w, sizes, False)
+    return _kernel(kernels, "grouped_product")(dy, w, list(sizes), False)
 
 
 def grouped_wgrad(
     main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], accumulate: bool = True, *, kernels: str
 ) -> None:
     """Run `grouped_wgrad` in one launch."""
-    _kernel(kernels, "grouped_wgrad_")(main_grad, dy, x, sizes, accumulate)
+    _kernel(kernels, "grouped_wgrad_")(main_grad, dy, x, ends_of(sizes, x), accumulate)
 
 
 def keep_mask(words: Tensor, key: tuple[int, int], columns: range, rate: float, *, kernels: str) -> Tensor:

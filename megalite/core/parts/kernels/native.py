@@ -144,8 +144,41 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda x, w, sizes, transposed: x.new_empty(len(x), w.shape[1 if transposed else 2]),
     ),
     "grouped_wgrad_": (
-        "(Tensor(a!) main_grad, Tensor dy, Tensor x, int[] sizes, bool accumulated) -> ()",
+        "(Tensor(a!) main_grad, Tensor dy, Tensor x, Tensor ends, bool accumulated) -> ()",
         _in_place,
+    ),
+    "delta_states": (
+        "(Tensor written, Tensor reads, Tensor kept, Tensor left, Tensor held, bool exact) -> (Tensor, Tensor, Tensor)",
+        lambda written, reads, kept, left, held, exact: (
+            written.new_empty(*written.shape[:3], *held.shape[2:]),
+            written.new_empty(written.shape),
+            written.new_empty(held.shape),
+        ),
+    ),
+    "delta_states_backward": (
+        "(Tensor dstates, Tensor dnew, Tensor dlast, Tensor reads, Tensor kept, Tensor left, bool exact) "
+        "-> (Tensor, Tensor, Tensor)",
+        lambda *given: tuple(x.new_empty(x.shape) for x in given[:3]),
+    ),
+    "causal_conv": (
+        "(Tensor x, Tensor weight, Tensor? starts) -> Tensor",
+        lambda x, weight, starts: x.new_empty(x.shape),
+    ),
+    "causal_conv_backward": (
+        "(Tensor dy, Tensor x, Tensor weight, Tensor? starts) -> (Tensor, Tensor)",
+        lambda dy, x, weight, starts: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    ),
+    "spread_rows": (
+        "(Tensor x, Tensor order, Tensor? weights, int k) -> Tensor",
+        lambda x, order, weights, k: x.new_empty(len(order), x.shape[1]),
+    ),
+    "combine_rows": (
+        "(Tensor rows, Tensor inverse, Tensor? weights, int k) -> Tensor",
+        lambda rows, inverse, weights, k: rows.new_empty(len(inverse) // k, rows.shape[1]),
+    ),
+    "expert_weights_grad": (
+        "(Tensor rows, Tensor x, Tensor inverse, int k) -> Tensor",
+        lambda rows, x, inverse, k: x.new_empty(len(x), k, dtype=torch.float32),
     ),
     "cast_fp8": (
         "(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",

@@ -19,43 +19,16 @@ exchanged; memory is N times that of the tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megalite.core.mesh import collectives
 from megalite.core.mesh.collectives import exchange_rows, gather_sequence
 from megalite.core.mesh.context import Axis
-
-
-class _Spread(torch.autograd.Function):
-    """Rows of x_TH, each K times or fewer, in an order; backward sums over the K."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.k = k
-        return x[order // k]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return _read(grad, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    """Rows of x in an order; backward reads instead of adding, which autograd's would."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order, inverse)
-        return _read(x, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        order, inverse = ctx.saved_tensors
-        return _Permute.apply(grad, inverse, order), None, None
+from megalite.core.ops import Ops
+from megalite.core.ops.combine import Permute
+from megalite.core.ops.grouped import Sizes
 
 
 class Dispatch(ABC):
@@ -65,24 +38,27 @@ class Dispatch(ABC):
         ids_TK: experts of each token, int64 from 0 to `num_experts` - 1.
         num_experts: number of experts of the layer.
         ep: axis of the ranks that hold them.
+        ops: the kernels in use.
 
     Attributes:
+        ops: as given.
         k: number of experts of each token.
         order, inverse: slots [.. K] whose expert is here, by expert, and the row of each slot, after `wait`.
-        sizes: rows of each of this rank's experts, after `wait`.
+        sizes: rows of each of this rank's experts, after `wait`. Where the host need not know them, it has not waited.
     """
 
+    ops: Ops
     k: int
     order: torch.Tensor
     inverse: torch.Tensor
-    sizes: list[int]
+    sizes: Sequence[int]
 
     @abstractmethod
-    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> None: ...
+    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis, ops: Ops) -> None: ...
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the host knows the numbers of rows; once, before tokens are sent."""
+        """Wait until the host knows the numbers of rows, if messages need them; once, before tokens are sent."""
 
     @abstractmethod
     def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
@@ -94,33 +70,28 @@ class Dispatch(ABC):
     def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
         """Return the sum of the experts' outputs for every token, [T, H], weighed where there are weights, fp32."""
 
-    def _in_order(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
-        """Return the rows of tokens in the order of their experts, times their weights."""
-        rows = _Spread.apply(x_TH, self.order, self.inverse, self.k)
-        if weights_TK is None:
-            return rows
-        return (rows * _Permute.apply(weights_TK.view(-1, 1), self.order, self.inverse)).to(rows.dtype)
-
 
 class AllToAll(Dispatch):
     """Sort and exchange.
 
-    order, inverse: the sort by expert, int64 [T K], and the way back. arrived, returned: the sort on arrival, int64
-    [R], and the way back; None where one rank holds all experts. sent, received: rows to and from each rank of ep.
+    order, inverse: the sort by expert, int64 [T K], and the way back. own: slots of this rank for each expert. arrived,
+    returned: the sort on arrival, int64 [R], and the way back; None where one rank holds all experts. sent, received:
+    rows to and from each rank of ep.
     """
 
-    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> None:
+    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis, ops: Ops) -> None:
         ids = ids_TK.flatten()
         self.ep = ep
+        self.ops = ops
         self.k = ids_TK.shape[1]
         self.local = num_experts // ep.size
-        counts = count(ids, num_experts)
-        self.arriving = torch.empty_like(counts)
+        self.own = count(ids, num_experts)
+        self.arriving = torch.empty_like(self.own)
         if ep.size > 1:
-            collectives.all_to_all(self.arriving.view(ep.size, -1), counts.view(ep.size, -1), ep).wait()
-            self.counts = start_host_counts(counts, self.arriving)
+            collectives.all_to_all(self.arriving.view(ep.size, -1), self.own.view(ep.size, -1), ep).wait()
+            self.counts = start_host_counts(self.own, self.arriving)
         else:
-            self.counts = start_host_counts(counts)
+            self.counts = start_host_counts(self.own)
         self.order = ids.argsort(stable=True)
         self.inverse = _inverse(self.order)
         self.arrived: torch.Tensor | None = None
@@ -128,31 +99,34 @@ class AllToAll(Dispatch):
 
     def wait(self) -> None:
         """Wait for the counts, and order what will arrive."""
-        counts = self.counts()
         if self.ep.size == 1:
-            (self.sizes,) = counts
+            counts = self.counts
+            self.sizes = Sizes(self.own, lambda: counts()[0])
             return
-        leaving, from_ranks = ([own[i : i + self.local] for i in range(0, len(own), self.local)] for own in counts)
+        leaving, from_ranks = (
+            [own[i : i + self.local] for i in range(0, len(own), self.local)] for own in self.counts()
+        )
         experts = torch.arange(len(self.arriving), device=self.arriving.device) % self.local
         rows = sum(map(sum, from_ranks))
         arrived = experts.repeat_interleave(self.arriving, output_size=rows).argsort(stable=True)
         self.arrived, self.returned = arrived, _inverse(arrived)
-        self.sizes = [sum(each) for each in zip(*from_ranks)]
+        sizes = [sum(each) for each in zip(*from_ranks)]
+        self.sizes = Sizes(self.arriving.view(self.ep.size, -1).sum(0), lambda: sizes)
         self.sent, self.received = [sum(each) for each in leaving], [sum(each) for each in from_ranks]
 
     def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
         """Sort by expert, exchange, sort what arrives."""
-        rows = self._in_order(x_TH, weights_TK)
+        rows = self.ops.spread_rows(x_TH, self.order, self.inverse, self.k, weights_TK)
         if self.arrived is None:
             return rows
-        return _Permute.apply(exchange_rows(rows, self.ep, self.sent, self.received), self.arrived, self.returned)
+        return Permute.apply(exchange_rows(rows, self.ep, self.sent, self.received), self.arrived, self.returned)
 
     def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
         """Go the same way back; sum in the order of the choices."""
         if self.arrived is not None:
-            rows_RH = _Permute.apply(rows_RH, self.returned, self.arrived)
+            rows_RH = Permute.apply(rows_RH, self.returned, self.arrived)
             rows_RH = exchange_rows(rows_RH, self.ep, self.received, self.sent)
-        return _weigh(_Permute.apply(rows_RH, self.inverse, self.order), weights_TK, self.k)
+        return self.ops.combine_rows(rows_RH, self.order, self.inverse, self.k, weights_TK)
 
 
 class AllGather(Dispatch):
@@ -162,10 +136,11 @@ class AllGather(Dispatch):
     none, int64 [N T K].
     """
 
-    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> None:
+    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis, ops: Ops) -> None:
         all_ids, gathering = collectives.start_all_gather(ids_TK, ep)
         gathering.wait()
         self.ep = ep
+        self.ops = ops
         self.k = ids_TK.shape[1]
         self.local = num_experts // ep.size
         own = all_ids.flatten() - ep.rank * self.local
@@ -180,20 +155,21 @@ class AllGather(Dispatch):
     def wait(self) -> None:
         """Wait for the counts, and leave out what other ranks work on."""
         (arriving,) = self.counts()
-        self.sizes = [sum(arriving[i :: self.local]) for i in range(self.local)]
-        rows = sum(self.sizes)
+        sizes = [sum(arriving[i :: self.local]) for i in range(self.local)]
+        self.sizes = Sizes(self.arriving.view(self.ep.size, -1).sum(0), lambda: sizes)
+        rows = sum(sizes)
         self.order, self.inverse = self.order[:rows], self.inverse.clamp(max=rows)
 
     def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
         """Gather, and take the rows of this rank's experts."""
         weights_TK = weights_TK if weights_TK is None else gather_sequence(weights_TK, self.ep)
-        return self._in_order(gather_sequence(x_TH, self.ep), weights_TK)
+        return self.ops.spread_rows(gather_sequence(x_TH, self.ep), self.order, self.inverse, self.k, weights_TK)
 
     def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
         """Weigh what there is of each token, and sum it over the ranks."""
-        rows = _Permute.apply(rows_RH, self.inverse, self.order)
         weights_TK = weights_TK if weights_TK is None else gather_sequence(weights_TK, self.ep)
-        return collectives.scatter_sequence(_weigh(rows, weights_TK, self.k), self.ep)
+        y_TH = self.ops.combine_rows(rows_RH, self.order, self.inverse, self.k, weights_TK)
+        return collectives.scatter_sequence(y_TH, self.ep)
 
 
 DISPATCHES: dict[str, type[Dispatch]] = {"alltoall": AllToAll, "allgather": AllGather}
@@ -228,17 +204,6 @@ def start_host_counts(*counts: torch.Tensor) -> Callable[[], list[list[int]]]:
         return host.tolist()  # type: ignore[no-any-return]
 
     return wait
-
-
-def _weigh(rows: torch.Tensor, weights_TK: torch.Tensor | None, k: int) -> torch.Tensor:
-    """Sum the rows [T K, H] of each token, weighed in fp32 where there are weights."""
-    rows_TKH = rows.unflatten(0, (-1, k))
-    return (rows_TKH if weights_TK is None else rows_TKH * weights_TK.unsqueeze(-1)).sum(1).to(rows.dtype)
-
-
-def _read(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return x[index], where a row after the last is 0."""
-    return x[index] if len(index) <= len(x) else torch.cat((x, x.new_zeros(1, x.shape[1])))[index]
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

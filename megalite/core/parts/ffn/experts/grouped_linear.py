@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megalite.core.model.layers import Layers
-from megalite.core.ops.grouped import groups, numbers
+from megalite.core.ops.grouped import counts_of, groups
 from megalite.core.sharding.parameter import ShardedParameter
 
 
@@ -23,8 +23,7 @@ class _GroupedLinear(torch.autograd.Function):
         y = layer.products.forward(x, weight, sizes)
         if layer.bias is None or not layer.adds_bias:
             return y
-        counts = numbers(sizes, y, torch.int64)
-        return y.add_(layer.bias.repeat_interleave(counts, 0, output_size=len(y)))
+        return y.add_(layer.bias.repeat_interleave(counts_of(sizes, y), 0, output_size=len(y)))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -37,6 +36,10 @@ class _GroupedLinear(torch.autograd.Function):
             layer.products.wgrad(dy, x, weight, sizes)
 
         def sums() -> torch.Tensor:
+            if dy.is_cuda:
+                # In one launch, and the host need not know the sizes; `unsafe`: nor check them.
+                lengths = counts_of(sizes, dy)
+                return torch.segment_reduce(dy.float(), "sum", lengths=lengths, axis=0, unsafe=True)
             return torch.stack([dy[rows].sum(0, dtype=torch.float32) for rows in groups(sizes)])
 
         put_grad(layer, add, sums)

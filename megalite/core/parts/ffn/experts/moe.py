@@ -7,6 +7,8 @@ routed. Whole experts (`--etp 1`) take the shards as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -70,7 +72,7 @@ class Experts(nn.Module):
         self.name = name
         self.log = layers.log
         self.most_rows = layers.most_rows
-        self.dispatch = DISPATCHES[layers.dispatch]
+        self.dispatch, self.ops = DISPATCHES[layers.dispatch], layers.ops
 
     def start(self, routing: Routing) -> Dispatch:
         """Start the tokens' way to their experts."""
@@ -78,7 +80,7 @@ class Experts(nn.Module):
         if self.sequence_parallel:
             ids_TK, gathering = start_all_gather(ids_TK, self.tp)
             gathering.wait()
-        return self.dispatch(ids_TK, self.num_experts, self.ep)
+        return self.dispatch(ids_TK, self.num_experts, self.ep, self.ops)
 
     def forward(self, x_TH: torch.Tensor, routing: Routing, way: Dispatch) -> torch.Tensor:
         """Return the weighed sum of each token's experts, [T, H]."""
@@ -94,7 +96,7 @@ class Experts(nn.Module):
             rows = self._transform(rows, way.sizes)
         return leave(way.bring_back(rows, None if self.weigh_inputs else weights_TK), tp)
 
-    def _transform(self, x_RH: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    def _transform(self, x_RH: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Apply each expert to its rows."""
         first = self.gate_up_proj if self.gated else self.up_proj
         return self.down_proj(self.activation(first(x_RH, sizes)), sizes)

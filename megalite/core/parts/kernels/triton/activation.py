@@ -1,4 +1,7 @@
-"""SwiGLU and GeGLU on the packed projection, GELU, forward and backward. Contracts: core/ops/glu.py, gelu.py."""
+"""SwiGLU, clamped or not, and GeGLU on the packed projection, GELU, forward and backward.
+
+Contracts: core/ops/glu.py, clamped_glu.py, gelu.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _BLOCK = 1024  # columns per program: 8 elements per thread with 4 warps
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """Return (activation(x), its derivative); KIND 0 SiLU, 1 GELU (erf), 2 GELU (tanh)."""
+    """Return (activation(x), its derivative); KIND 0 SiLU, 1 GELU (erf), 2 GELU (tanh), 3 clamped SiLU."""
     if KIND == 0:
         sigmoid = 1.0 / (1.0 + tl.exp(-x))
         value = x * sigmoid
@@ -24,12 +27,28 @@ def activate(x, KIND: tl.constexpr):
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         value = x * cdf
         slope = cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif KIND == 3:
+        # A NaN stays one: no comparison with it is true.
+        clamped = tl.where(x > 7.0, 7.0, x)
+        sigmoid = 1.0 / (1.0 + tl.exp(-1.702 * clamped))
+        value = clamped * sigmoid
+        slope = tl.where(x > 7.0, 0.0, sigmoid * (1.0 + 1.702 * clamped * (1.0 - sigmoid)))
     else:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         tanh = 1.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)
         value = 0.5 * x * (1.0 + tanh)
         inner_slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
         slope = 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope
+    return value, slope
+
+
+@triton.jit
+def factor(up, KIND: tl.constexpr):
+    """Return (what the activation is multiplied by, its derivative); see `activate`."""
+    value, slope = up, 1.0
+    if KIND == 3:
+        value = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        slope = tl.where(tl.abs(up) <= 7.0, 1.0, 0.0)
     return value, slope
 
 
@@ -53,6 +72,7 @@ def glu_forward_kernel(
     gate = tl.load(packed, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(packed + width, mask=mask, other=0.0).to(tl.float32)
     value, _ = activate(gate, KIND)
+    up, _ = factor(up, KIND)
     out = (value * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + columns, out, mask=mask)
     if GROUP:
@@ -71,8 +91,9 @@ def glu_backward_kernel(dy_ptr, gate_up_ptr, grad_ptr, width, KIND: tl.constexpr
     up = tl.load(gate_up_ptr + packed + width, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
     value, slope = activate(gate, KIND)
+    up, up_slope = factor(up, KIND)
     tl.store(grad_ptr + packed, (dy * up * slope).to(grad_ptr.dtype.element_ty), mask=mask)
-    tl.store(grad_ptr + packed + width, (dy * value).to(grad_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_ptr + packed + width, (dy * value * up_slope).to(grad_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

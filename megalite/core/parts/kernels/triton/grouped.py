@@ -89,17 +89,18 @@ def grouped_wgrad_kernel(
     INNER: tl.constexpr,
 ):
     """Compute a tile of a group's dy [R, rows] transposed times its x [R, columns], and ADD or store it."""
-    group = tl.program_id(0)
+    # Neighboring programs are of one group, and read the same rows of dy.
+    group = tl.program_id(2)
     first, end = tl.load(ends_ptr + group), tl.load(ends_ptr + group + 1)
     row = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-    column = tl.program_id(2) * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     for start in range(first, end, INNER):
         token = start + tl.arange(0, INNER)
         from_token = tl.cast(token, tl.int64)
         a = tl.load(
-            dy_ptr + from_token[None, :] * rows + row[:, None],
-            mask=(token[None, :] < end) & (row[:, None] < rows),
+            dy_ptr + from_token[:, None] * rows + row[None, :],
+            mask=(token[:, None] < end) & (row[None, :] < rows),
             other=0.0,
         )
         b = tl.load(
@@ -107,7 +108,7 @@ def grouped_wgrad_kernel(
             mask=(token[:, None] < end) & (column[None, :] < columns),
             other=0.0,
         )
-        total = multiply(a, b, total, WIDEN)
+        total = multiply(tl.trans(a), b, total, WIDEN)
     matrix = main_grad_ptr + tl.cast(group, tl.int64) * rows * columns
     at = row[:, None] * columns + column[None, :]
     inside = (row[:, None] < rows) & (column[None, :] < columns)
@@ -138,11 +139,13 @@ def _grouped_product(x: Tensor, w: Tensor, sizes: Sequence[int], transposed: boo
     return y
 
 
-def _grouped_wgrad_(main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], accumulated: bool) -> None:
+def _grouped_wgrad_(main_grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor, accumulated: bool) -> None:
     groups, rows, columns = main_grad.shape
-    ends, options = numbers((0, *accumulate(sizes)), x, torch.int32), _tile(x)
+    # Two programs of 4 warps a multiprocessor: one loads and stores its tile while the other multiplies. On an H200 1.6
+    # and 1.45 times as fast as one of 8, for 16 and 128 groups of 32,768 rows together.
+    options = {**_tile(x), "num_warps": 4}
     side = options["SIDE"]
-    grouped_wgrad_kernel[groups, triton.cdiv(rows, side), triton.cdiv(columns, side)](
+    grouped_wgrad_kernel[triton.cdiv(columns, side), triton.cdiv(rows, side), groups](
         main_grad,
         dy.contiguous(),
         x.contiguous(),
