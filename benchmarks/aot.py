@@ -2,8 +2,8 @@
 
 Compiles every Triton kernel ahead of time for sm_80, sm_90 and sm_100 (and reads the CUDA kernels out of a built
 library), disassembles, and checks each against the table below: no spills (local loads or stores), 128-bit global loads
-where required, registers under a cap, shared memory that the architecture has. Exit 1 with a line per breach. Needs the triton wheel: its cuobjdump and
-nvdisasm.
+where required, registers under a cap, shared memory that the architecture has. Exit 1 with a line per breach. Needs the
+triton wheel: its cuobjdump and nvdisasm.
 """
 
 from __future__ import annotations

@@ -243,7 +243,10 @@ def host_copies(device: torch.device) -> dict[str, Any]:
         os.truncate(file.fileno(), size)
         shared = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     targets = {"pageable": torch.empty(size, dtype=torch.uint8), "memfd": shared}
-    rate = lambda target: size / seconds_of(lambda: target.copy_(source, non_blocking=True), device, 3) / 1e9
+
+    def rate(target: torch.Tensor) -> float:
+        return size / seconds_of(lambda: target.copy_(source, non_blocking=True), device, 3) / 1e9
+
     found = {f"{name}_gb_per_s": rate(target) for name, target in targets.items()}
     if device.type == "cuda":
         found["pinned_gb_per_s"] = rate(torch.empty(size, dtype=torch.uint8, pin_memory=True))

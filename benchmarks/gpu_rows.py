@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch

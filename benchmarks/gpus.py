@@ -13,15 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import ROOT, machine_name, markdown, run_part, write_atomically
-from benchmarks.gpu_parts import smi
+from benchmarks.gpu import machine_name, table, write_atomically
+from benchmarks.gpu_products import smi
+from benchmarks.rows import ROOT, end_marked
 
 _RANK = "benchmarks/gpus_row.py"
 _MODEL = (
@@ -32,6 +37,7 @@ _TINY = (
     "--global-batch-size 8 --bucket-size 20000 --device cpu"
 )
 _STEPS = 12
+_KILL_AFTER_S = 5.0
 # name -> (ranks that it needs at least, flags)
 LAYOUTS = {
     "ZeRO-2": (2, "--zero 2"),
@@ -40,6 +46,45 @@ LAYOUTS = {
     "tp 2, pp 2, zb-h1": (4, "--tp 2 --pp 2 --schedule zb-h1"),
     "tp 8": (8, "--tp 8"),
 }
+
+
+def run_part(
+    name: str, command: Sequence[str], seconds: float, device: str, log: Path, env: dict[str, str]
+) -> dict[str, Any]:
+    """Run one part and return how it ended, with the rows that it wrote; nothing that it started lives on."""
+    mark = f"{os.getpid()}.{name}"
+    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as rows, open(log, "ab") as out:
+        start, began = out.tell(), time.monotonic()
+        out.write(f"== {name}: at most {seconds:.0f} s\n".encode())
+        out.flush()
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**env, "MEGALITE_ROWS": rows.name, "MEGALITE_TEST_DEVICE": device, "MEGALITE_ROWS_MARK": mark},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A shell without job control makes its background jobs ignore it, and pytest would end without a summary.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        outcome = None
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            outcome = f"cut off after {seconds:.0f} s"
+            os.killpg(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_AFTER_S)
+        end_marked(mark)
+        code = process.wait()
+        said = log.read_bytes()[start:].decode(errors="replace").split("\n")
+        lines = [line for line in rows.read().split("\n") if line.endswith("}")]  # the last one may be cut
+    return {
+        "outcome": outcome or ("passed" if code == 0 else f"failed with exit code {code}"),
+        "seconds": round(time.monotonic() - began, 1),
+        "last_line": next((line for line in reversed(said) if line.strip()), ""),
+        "rows": [json.loads(line) for line in lines],
+    }
 
 
 def parts_of(world: int, tiny: bool) -> dict[str, tuple[float, list[str]]]:
@@ -90,11 +135,9 @@ def page(head: dict[str, Any], parts: dict[str, Any]) -> str:
     """Format one table of all layouts under the machine, and how every part ended."""
     found = [row for name, part in parts.items() if name not in ("check", "ranks") for row in part["rows"]]
     rows = [{key: "" if value is None else value for key, value in row.items()} for row in found]
-    whole = {"outcome": "", "seconds": "", "rows": rows}
-    table = markdown({"": whole}).split("\n", 2)[2]
     lines = [f"- {key}: {value}" for key, value in head.items()]
     ends = [f"- {name}: {part['outcome']}, {part['seconds']} s" for name, part in parts.items()]
-    return "\n".join([*lines, "", *ends, "", table])
+    return "\n".join([*lines, "", *ends, "", *table(rows)])
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ With --start N it starts N ranks of the command that follows, as torchrun would,
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import statistics
@@ -21,7 +22,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.gpu_parts import row
 from benchmarks.step import timed_step
 from megalite.core.build import build_engine
 from megalite.core.engine import Engine
@@ -38,6 +38,15 @@ from megalite.extras.plan.time.step import step_time
 from megalite.runtime.options import cli
 
 _UNMEASURED = 3
+
+
+def row(**values: Any) -> None:
+    """Report one row."""
+    line = json.dumps({k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()})
+    print(line, flush=True)
+    if path := os.environ.get("MEGALITE_ROWS"):
+        with open(path, "a") as out:
+            out.write(line + "\n")
 
 
 def start(ranks: int, command: list[str]) -> int:

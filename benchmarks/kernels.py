@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import platform
 import re
 import statistics
@@ -383,9 +382,6 @@ def main() -> int:
                     flush=True,
                 )
                 rows.append(row)
-                if path := os.environ.get("MEGALITE_ROWS"):  # of gpu.py: what is measured is there if time runs out
-                    with open(path, "a") as out:
-                        out.write(json.dumps(asdict(row)) + "\n")
             # The closures hold the buffers of the last measurement.
             bench.variants.clear()
     missed = [r for r in best(rows).values() if r.goal and r.share_of_copy < r.goal]

@@ -1,126 +1,122 @@
-"""benchmarks/gpu.sh without a GPU: what a part measured survives its end, and every part runs with tiny sizes."""
+"""benchmarks/gpu.sh without a GPU: an accident costs its row alone, and every row runs with tiny sizes."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import weakref
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parts, gpus, gpus_row
-from megalite.core.engine import Engine
-from megalite.core.mesh.context import ParallelContext
+from benchmarks import gpu, gpu_rows, gpu_steps, gpus, gpus_row
+from benchmarks.rows import run_rows
 from megalite.core.mesh.grid import Grid
 from megalite.runtime.options import cli
-from megalite.runtime.options.run import Config
+from tests.gpu import faulty_rows
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("end", "outcome"),
-    [
-        ("signal.signal(2, signal.SIG_IGN); time.sleep(600)", "cut off after 5 s"),
-        ("raise SystemExit(3)", "failed with exit code 3"),
-        ("os._exit(0)", "passed"),
-    ],
-)
-def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, outcome: str) -> None:
-    monkeypatch.setattr(gpu, "_KILL_AFTER_S", 0.5)
-    script = (
-        "import os, signal, time\n"
-        "with open(os.environ['MEGALITE_ROWS'], 'a') as out: out.write('{\"ms\": 1.5}\\n{\"ms\": 2')\n"
-        f"print('measured', flush=True)\n{end}\n"
+def run(tmp_path: Path, module: str, names: list[str], seconds: float, lanes: int = 2) -> list[tuple[str, Any]]:
+    """Run rows of a module on a CPU; return what was reported of each, in the order of its end."""
+    found: list[tuple[str, Any]] = []
+    with open(tmp_path / "log", "ab", buffering=0) as log:
+        until = time.monotonic() + seconds
+        run_rows(module, "cpu", names, until, log, lambda name, figures: found.append((name, figures)), lanes)
+    return found
+
+
+def alive(word: str) -> bool:
+    """Whether a process has a word among its arguments."""
+    return word in "".join(
+        path.read_bytes().decode(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()
     )
-    part = gpu.run_part("step", ("-c", script), 5.0, "cpu", tmp_path / "log", dict(os.environ))
-    assert part["outcome"] == outcome
-    assert part["rows"] == [{"ms": 1.5}]
-    assert "| 1.5 |" in gpu.markdown({"step": part})
-    assert "measured" in (tmp_path / "log").read_text()
 
 
-def test_a_second_call_adds_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And tests that were cut off have passed, while a part that failed is the exit code."""
-    write = "import os; open(os.environ['MEGALITE_ROWS'], 'a').write('{\"ms\": 1.5}\\n')"
-    parts = {
-        # First: what a part leaves of its time is the next one's.
-        "tests": (1, ("-c", "import time; time.sleep(600)")),
-        "machine": (60, ("-c", write)),
-        "step": (60, ("-c", "raise SystemExit(3)")),
-    }
-    monkeypatch.setattr(gpu, "PARTS", parts)
+def test_an_accident_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash, a hang, an exception: all other rows are there, and nothing that any of them started lives on."""
+    monkeypatch.setenv("MEGALITE_ROWS_CHILD", str(tmp_path))
+    names = [row.name for row in faulty_rows.ROWS]
+    found = dict(run(tmp_path, "tests.gpu.faulty_rows", names, 300))
+    assert sorted(found) == sorted(names)
+    assert found["crash"]["error"] == "its process ended with -11"
+    assert found["hang"]["error"] == "cut off after 1 s"
+    assert found["out of memory"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+    kept = {name: figures["pid"] for name, figures in found.items() if "pid" in figures}
+    assert len(kept) == len(names) - 3
+    assert len({kept[f"together {i}"] for i in range(4)}) == 2
+    assert len({kept["first"], kept["after crash"], kept["after hang"]}) == 3
+    assert kept["last"] == kept["after hang"]  # an exception costs no start
+    assert "noise" in (tmp_path / "log").read_text()
+    assert not alive(str(tmp_path))
 
-    def ended(*words: str) -> tuple[int, dict[str, Any]]:
-        monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--out", str(tmp_path), *words])
-        return gpu.main(), json.loads((tmp_path / "rehearsal.json").read_text())["parts"]
 
-    code, first = ended()
-    assert (code, list(first)) == (1, ["tests", "machine", "step"])
-    code, second = ended("--parts", "tests")
+def test_rows_that_no_longer_fit_are_skipped(tmp_path: Path) -> None:
+    ((name, figures),) = run(tmp_path, "tests.gpu.faulty_rows", ["last"], 5)
+    assert name == "last"
+    assert figures["skipped"].endswith("s are left of the time for all rows")
+
+
+def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, dict[str, Any]]:
+    """Run gpu.py; return its exit code and the results."""
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--out", str(tmp_path), *words])
+    return gpu.main(), json.loads((tmp_path / "rehearsal.json").read_text())
+
+
+def test_every_row_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for most models and slices of the kernels' contract; a second call adds to the first."""
+    skipped = ["model: *", "kernels: *"]
+    code, found = main(tmp_path, monkeypatch, "--skip", *skipped)
+    assert code == 0, found
+    assert set(found) == {row.name for row in gpu_rows.ROWS if not row.name.startswith(("model: ", "kernels: "))}
+    figures = {"step": "tokens_per_s", "products": "qkv_forward_tflops", "experts": "torch_wgrad_tflops"}
+    figures |= {"attention": "math_backward_tflops", "plain torch": "tokens_per_s", "ops": "copy_gb_per_s"}
+    for name, row in found.items():
+        kind = name.partition(":")[0]
+        assert row.get(figures.get(kind, "seconds")), name
+    code, more = main(tmp_path, monkeypatch, "--only", "model: qwen3-moe", "kernels: auto bf16 1/4")
     assert code == 0
-    assert second["tests"]["outcome"].startswith("cut off")
-    assert {**second, "tests": None} == {**first, "tests": None}
-    assert second["machine"]["rows"] == [{"ms": 1.5}]
+    assert {**found, **more} == more
+    assert more["model: qwen3-moe"]["fp32_grad_norm"] == 0
+    page = (tmp_path / "rehearsal.md").read_text()
+    assert "## step" in page
+    assert "add_rmsnorm backward" in page
 
 
-def test_a_row_without_memory_is_refused_and_the_next_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size to publish of every model comes before the others."""
+def test_a_model_that_differs_from_the_cpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import gpu_checks
 
-    def figures(flags: str, size: int, device: torch.device, compiled: bool) -> dict[str, float]:
-        if not rows.exists():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
-        return {"tokens_per_s": 1.0}
+    train = gpu_checks.train
+    calls: list[str] = []
 
-    rows = tmp_path / "rows"
-    monkeypatch.setenv("MEGALITE_ROWS", str(rows))
-    monkeypatch.setattr(gpu_parts, "step_figures", figures)
-    monkeypatch.setitem(gpu_parts._MODELS, "cpu", gpu_parts._MODELS["cuda"])
-    gpu_parts.step(torch.device("cpu"))
-    refused, *others = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert refused["refused"] == "CUDA out of memory. Tried to allocate 2 GiB."
-    assert [row["tokens_per_s"] for row in others] == [1.0] * len(others)
-    models = [row["model"] for row in (refused, *others)]
-    assert models[: len(set(models))] == list(dict.fromkeys(models))
-    assert models[1] == "8b width"
+    def wrong(flags: str, device: torch.device) -> Any:
+        calls.append(flags)
+        return train(flags, device) * (1 + 1e-4 * (len(calls) == 2))
+
+    monkeypatch.setattr(gpu_checks, "train", wrong)
+    with pytest.raises(AssertionError, match="over the limit: .*'fp32_loss': 9.99"):
+        gpu_checks.check_model("llama", torch.device("cpu"))
 
 
-@pytest.mark.parametrize("part", [name for name in gpu_parts.PARTS if name != "compiled"])
-def test_every_part_runs(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGALITE_ROWS", str(tmp_path / "rows"))
-    gpu_parts.PARTS[part](torch.device("cpu"))
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    figures = {"machine": "torch", "attention": "forward_tflops", "step": "tokens_per_s", "profile": "busy_ms"}
-    assert any(row.get(figures.get(part, "forward_tflops")) for row in rows)
+def test_gaps_between_kernels() -> None:
+    events = [(0.0, 10.0, "a"), (5.0, 30.0, "b"), (8.0, 12.0, "c"), (100.0, 110.0, "d"), (115.0, 120.0, "e")]
+    assert gpu_steps.gaps(events) == {"gaps": 1, "gaps_ms": 0.07, "longest_gaps": [[70.0, "b", "d"]]}
 
 
-def test_a_row_of_steps_holds_no_memory_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    gradients: list[weakref.ref[torch.Tensor]] = []
-    build = gpu_parts.build_engine
-
-    def recorded(cfg: Config, ctx: ParallelContext) -> Engine:
-        assert [ref() for ref in gradients] == [None] * len(gradients)
-        engine = build(cfg, ctx)
-        gradients.extend(weakref.ref(bucket.grad) for bucket in engine.optimizer.buckets)
-        return engine
-
-    monkeypatch.setattr(gpu_parts, "build_engine", recorded)
-    gpu_parts.step(torch.device("cpu"))
-    assert len(gradients) >= 2
-
-
-def test_parts_fit_and_their_files_exist() -> None:
-    assert sum(seconds for seconds, _ in gpu.PARTS.values()) <= 570
-    for name, (_, command) in gpu.PARTS.items():
-        files = [word.split("=")[-1] for word in command if re.search(r"\.py$|^tests/", word)]
-        assert files, name
-        assert all((ROOT / file).exists() for file in files), name
-        if gpu.MEASURE in command:
-            assert command[1] in gpu_parts.PARTS
+def test_forecasts_stand_beside_the_steps() -> None:
+    """Those in the tree are of the models that are measured."""
+    due = json.loads((ROOT / "benchmarks" / "results" / "gpu_forecast.json").read_text())
+    assert due.keys() == {name for name, (flags, _) in gpu_rows.STEPS.items() if "--compile" not in flags}
+    name, figures = "Llama-3.2-1B", {"ms": 504.0}
+    shown = gpu.with_forecast(f"step: {name}", figures, "nvidia-h200")
+    assert shown == {"forecast_ms": due[name]["h200"], "forecast_launches": due[name]["kernels"], **figures}
+    assert gpu.with_forecast(f"step: {name}", figures, "nvidia-a100") == figures
+    assert gpu.with_forecast("ceilings", figures, "nvidia-h200") == figures
 
 
 def test_layouts_for_all_gpus() -> None:
@@ -133,11 +129,35 @@ def test_layouts_for_all_gpus() -> None:
     assert list(gpus.parts_of(2, tiny=False))[2:] == ["ZeRO-2", "ZeRO-3", "tp 2"]
 
 
+@pytest.mark.parametrize(
+    ("end", "outcome"),
+    [
+        ("signal.signal(2, signal.SIG_IGN); time.sleep(600)", "cut off after 5 s"),
+        ("raise SystemExit(3)", "failed with exit code 3"),
+    ],
+)
+def test_what_a_part_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, outcome: str) -> None:
+    """And its ranks end with it, which have sessions of their own."""
+    monkeypatch.setattr(gpus, "_KILL_AFTER_S", 0.5)
+    script = (
+        "import os, signal, subprocess, sys, time\n"
+        "with open(os.environ['MEGALITE_ROWS'], 'a') as out: out.write('{\"ms\": 1.5}\\n{\"ms\": 2')\n"
+        f"child = 'import time; time.sleep(600)  # {tmp_path}'\n"
+        "subprocess.Popen([sys.executable, '-c', child], start_new_session=True)\n"
+        f"print('measured', flush=True)\n{end}\n"
+    )
+    part = gpus.run_part("step", ("-c", script), 5.0, "cpu", tmp_path / "log", dict(os.environ))
+    assert part["outcome"] == outcome
+    assert part["rows"] == [{"ms": 1.5}]
+    assert part["last_line"] == "measured"
+    assert not alive(f"# {tmp_path}")
+
+
 @pytest.mark.full
 def test_a_row_of_all_gpus(tmp_path: Path) -> None:
     seconds, command = gpus.parts_of(2, tiny=True)["tp 2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    part = gpu.run_part("tp 2", command, seconds, "cpu", tmp_path / "log", env)
+    part = gpus.run_part("tp 2", command, seconds, "cpu", tmp_path / "log", env)
     assert part["outcome"] == "passed", (tmp_path / "log").read_text()
     (row,) = part["rows"]
     assert row["exposed"].keys() >= {"tp all_gather", "tp reduce_scatter", "world all_reduce"}
@@ -149,3 +169,10 @@ def test_a_row_of_all_gpus(tmp_path: Path) -> None:
 def test_a_rank_that_fails_ends_the_others() -> None:
     script = "import os, time; int(os.environ['RANK']) and os._exit(3); time.sleep(600)"
     assert gpus_row.start(2, ["-c", script]) == 3
+
+
+def test_without_a_gpu_the_error_names_the_way() -> None:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--device cpu" in done.stderr

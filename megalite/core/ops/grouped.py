@@ -15,8 +15,8 @@ grouped_wgrad(main_grad, dy, x, sizes, accumulate=True) -> None
 
 These functions are not differentiable: `tensor_parallel.grouped_linear` defines their backward. On CUDA in bf16,
 torch's grouped GEMM computes the first two in one kernel, where O and I are multiples of 8, and Triton the last: the
-host need not know the sizes. Where torch has none (fp16, GPUs other than Hopper and Blackwell data-center GPUs), Triton's kernels
-compute all three (core/parts/kernels/triton/grouped.py): from sm_80 on, and in fp32 only when asked for by name.
+host need not know the sizes. Where torch has none (fp16, GPUs other than Hopper and Blackwell data-center GPUs), Triton
+computes all three (core/parts/kernels/triton/grouped.py): from sm_80 on, and in fp32 only when asked for by name.
 Elsewhere groups are multiplied one after another, on CPU in fp32 by oneDNN where that is faster
 (core/parts/kernels/onednn.py).
 """

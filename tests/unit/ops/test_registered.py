@@ -29,6 +29,9 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
     offsets, numbers = torch.tensor([0, 30, 100]).to(device), (0.9, 0.95, 1e-8, 0.1, 3)
     multiplier = torch.tensor(0.5, device=device)
     mean, rstd = r(6), r(6)
+    ends = torch.tensor([0, 0, 3], dtype=torch.int32, device=device)
+    slots = torch.tensor([2, 0, 1, 3], device=device)  # of which the last has no row
+    written, reads, kept, left = r(1, 2, 3, 64, 8), r(1, 2, 3, 64, 16), r(1, 2, 3, 1, 1), r(1, 2, 3, 16, 64)
     return {
         "norm": (x, x.clone(), w, None, 1e-5),
         "norm_backward": (x, x.clone(), x.clone(), w, r(0), rstd, r(16), None, False, False),
@@ -43,7 +46,14 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
         "triton_quantize": (r(3, 128), 1, 128),
         "triton_cast_fp8": (r(3, 128), r(3, 1).abs(), torch.float8_e4m3fn),
         "triton_grouped_product": (r(3, 16), r(2, 8, 16), [1, 2], True),
-        "triton_grouped_wgrad_": (r(2, 8, 16), r(3, 8), r(3, 16), [0, 3], True),
+        "triton_grouped_wgrad_": (r(2, 8, 16), r(3, 8), r(3, 16), ends, True),
+        "triton_spread_rows": (r(2, 16), slots[:3], r(2, 2), 2),
+        "triton_combine_rows": (r(3, 16), slots, None, 2),
+        "triton_expert_weights_grad": (r(3, 16), r(2, 16), slots, 2),
+        "triton_causal_conv": (r(5, 2, 8), r(8, 4), None),
+        "triton_causal_conv_backward": (r(5, 2, 8), r(5, 2, 8), r(8, 4), None),
+        "triton_delta_states": (written, reads, kept, left, r(1, 2, 16, 8), True),
+        "triton_delta_states_backward": (r(1, 2, 3, 16, 8), written, r(1, 2, 16, 8), reads, kept, left, True),
         "triton_norm_codes": (x, x.clone(), w, None, 1e-5, 8),
         "triton_glu_codes": (x, 0, 8),
         "glu": (x, 0),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import sdpa_kernel
 
 from megalite.core.base.errors import UserError
 from megalite.core.batch import Mask
@@ -69,3 +73,20 @@ def test_training_takes_the_option() -> None:
     np.testing.assert_allclose(scores, usual, rtol=1e-5)
     with pytest.raises(UserError, match="--attention cudnn: it runs on CUDA"):
         jobs.train(0, jobs.make_config(model, attention="cudnn"), 1)
+
+
+def test_efficient_attention_has_a_key_for_every_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel knows no grouped heads: on a GPU torch found none at all."""
+    seen: list[tuple[torch.Size, bool]] = []
+
+    def recorded(q: torch.Tensor, k: torch.Tensor, *args: Any, enable_gqa: bool, **options: Any) -> torch.Tensor:
+        seen.append((k.shape, enable_gqa))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    with FakeTensorMode():
+        q, k = (torch.empty(1, heads, 16, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+        with sdpa_kernel(KERNELS["efficient"]):
+            attention(q, k, k, Mask(None))
+        attention(q, k, k, Mask(None))
+    assert seen == [((1, 4, 16, 64), False), ((1, 2, 16, 64), True)]

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 from megalite.core.batch import ForwardPass
 from megalite.core.mesh.context import Axis
-from megalite.core.ops import grouped
+from megalite.core.ops import grouped, resolve
 from megalite.core.options.model import ModelConfig
 from megalite.core.parts.ffn.experts import dispatch
-from megalite.core.ops import resolve
 from megalite.core.parts.ffn.experts.dispatch import DISPATCHES
 from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear
 from megalite.core.parts.ffn.experts.moe import MoELayer

@@ -1,7 +1,7 @@
 """The states of a delta net from chunk to chunk, all chunks of a head in one launch. Contract: `delta_rule.Scan`.
 
-A program keeps the state of one head, for some columns of the values, in registers. On a GPU products are tf32, where
-what goes in and comes out of the net is bf16 or fp16; exact ones are made of three, which is fp32 but for the last bits.
+A program keeps the state of one head, for some columns of the values, in registers. On a GPU products are tf32 where
+what goes into the net is bf16 or fp16, and else made of three, which is fp32 but for the last bits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def delta_states_kernel(
     in_state = (row[:, None] < width) & (column[None, :] < columns)
     in_chunk = (token[:, None] < CHUNK) & (column[None, :] < columns)
     held = tl.load(held_ptr + head * width * columns + state_at, mask=in_state, other=0.0)
-    for chunk in range(0, chunks):
+    for chunk in range(chunks):
         at = head * chunks + chunk
         tl.store(states_ptr + at * width * columns + state_at, held, mask=in_state)
         reads = tl.load(
@@ -122,7 +122,7 @@ def delta_states_backward_kernel(
     in_state = (row[:, None] < width) & (column[None, :] < columns)
     in_chunk = (token[:, None] < CHUNK) & (column[None, :] < columns)
     dheld = tl.load(dlast_ptr + head * width * columns + state_at, mask=in_state, other=0.0)
-    for step in range(0, chunks):
+    for step in range(chunks):
         chunk = chunks - 1 - step
         at = head * chunks + chunk
         tl.store(after_ptr + at * width * columns + state_at, dheld, mask=in_state)
