@@ -327,10 +327,10 @@ def read_cuda(library: Path) -> list[tuple[Code, Limit]]:
 def breaches(code: Code, limit: Limit) -> list[str]:
     """Return one line per broken requirement."""
     where = f"{code.kernel} sm_{code.arch}"
-    narrow = code.all_loads - code.wide_loads
+    narrow, shared = code.all_loads - code.wide_loads, _SHARED.get(code.arch, min(_SHARED.values()))
     rules: tuple[tuple[bool, Callable[[], str]], ...] = (
         (code.spills <= limit.spills, lambda: f"{code.spills} spill instructions, allowed {limit.spills}"),
-        (code.shared <= _SHARED[code.arch], lambda: f"{code.shared} bytes of shared memory, has {_SHARED[code.arch]}"),
+        (code.shared <= shared, lambda: f"{code.shared} bytes of shared memory, of {shared}"),
         (code.registers <= limit.registers, lambda: f"{code.registers} registers, cap {limit.registers}"),
         (code.wide_loads >= limit.wide_loads, lambda: f"{code.wide_loads} 128-bit loads, required {limit.wide_loads}"),
         (not code.absent, lambda: f"no {code.absent}"),

@@ -162,10 +162,8 @@ def masked(
         assert visible is not None
         return _capped(q, k, v, visible, scale, softcap)
     group = q.shape[1] // k.shape[1]
-    enabled = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()
-    if group > 1 and q.is_cuda and (q.dtype == torch.float32 or visible is not None or not enabled):
-        # These two alone support grouped heads, not in fp32 nor with a mask: torch would fall back to S x S scores, or
-        # find no kernel where `--attention efficient` is all there is.
+    if group > 1 and q.is_cuda and (q.dtype == torch.float32 or visible is not None):
+        # No fused kernel supports grouped heads in fp32 or with a mask: torch would fall back to S x S scores.
         k = k.repeat_interleave(group, 1)
         v = v.repeat_interleave(group, 1)
         group = 1

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.core.base.errors import UserError
@@ -89,8 +90,11 @@ def select(name: str, attention: Callable[..., Any], case: AttentionCase) -> Cal
     kernel = KERNELS[name]
 
     @functools.wraps(attention)
-    def with_kernel(*args: Any, **options: Any) -> Any:
+    def with_kernel(q: Tensor, k: Tensor, v: Tensor | None, *args: Any, **options: Any) -> Any:
+        if name == "efficient" and v is not None:
+            # It knows no grouped heads: torch would find no kernel at all.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         with sdpa_kernel(kernel):
-            return attention(*args, **options)
+            return attention(q, k, v, *args, **options)
 
     return with_kernel

@@ -1,7 +1,8 @@
 """Compute from FLOPs and bytes how long a step's kernels would take on a GPU, by kind.
 
 Matrix products run at a fraction of the peak FLOP/s, all other kernels at a fraction of the memory bandwidth, and none
-takes less than a launch. The fractions are published measurements of such kernels on H200s; no step was measured.
+takes less than a launch. The fractions were measured on an H200 (docs/performance.md has steps beside their forecasts);
+gaps between kernels, where the host is late, are not counted.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from megalite.extras.estimate.record import Kernel
 from megalite.runtime.options.run import Config
 
 GPUS = ("h200", "h100")
-# Fraction of the peak: sustained large bf16 products (695 of 989 TFLOP/s), and cuDNN's causal attention, forward and
-# backward, with heads of size 64 (420, 390) and 128 (616, 495).
+# Fraction of the bf16 peak of 989 TFLOP/s: products of Llama-3.2-1B and Llama-3-8B (640 to 810 TFLOP/s in bursts, 660
+# in ten seconds at the limit of power), FP8 ones with what both operands' scales cost, and cuDNN's causal attention,
+# forward and backward, with heads of size 64 (405, 331) and 128 (563, 461).
 _PRODUCTS = 0.703
-_ATTENTION = {64: (0.425, 0.394), 128: (0.623, 0.501)}
+_FP8 = {"blockwise": 1.05, "rowwise": 1.34, "tensorwise": 1.44}
+_ATTENTION = {64: (0.409, 0.334), 128: (0.569, 0.466)}
 # Fraction of the data sheet's bytes/s, and the shortest time of a kernel in seconds.
 _MEMORY, _LAUNCH = 0.8, 2e-6
 
@@ -59,7 +62,7 @@ def parts_of(e: Estimate, cfg: Config, gpus: Sequence[str] = GPUS) -> dict[str, 
         part.flops = part.flops + kernel.flops
         part.nbytes = part.nbytes + kernel.nbytes
         for i, gpu in enumerate(gpus):
-            part.seconds[i] += _seconds(kernel, kind, backward, cfg.model.head_size, DEVICES[gpu])
+            part.seconds[i] += _seconds(kernel, kind, backward, cfg, DEVICES[gpu])
     return parts
 
 
@@ -73,8 +76,12 @@ def _kind(kernel: Kernel, direction: str) -> str:
     return next((kind for kind, words in _KINDS if any(word in kernel.name for word in words)), "other")
 
 
-def _seconds(kernel: Kernel, kind: str, backward: bool, head: int, gpu: Device) -> float:
-    fraction = _ATTENTION[64 if head <= 64 else 128][backward] if kind.startswith("attention") else _PRODUCTS
+def _seconds(kernel: Kernel, kind: str, backward: bool, cfg: Config, gpu: Device) -> float:
+    fraction = _PRODUCTS
+    if kind.startswith("attention"):
+        fraction = _ATTENTION[64 if cfg.model.head_size <= 64 else 128][backward]
+    elif "_scaled_mm" in kernel.name:
+        fraction = _FP8.get(cfg.train.fp8, _PRODUCTS)
     return max(kernel.flops / (fraction * gpu.peak), kernel.nbytes / (_MEMORY * gpu.hbm), _LAUNCH)
 
 

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import sdpa_kernel
 
 from megalite.core.base.errors import UserError
 from megalite.core.batch import Mask
@@ -77,16 +75,15 @@ def test_training_takes_the_option() -> None:
 
 def test_efficient_attention_has_a_key_for_every_query(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel knows no grouped heads: on a GPU torch found none at all."""
-    seen: list[tuple[torch.Size, bool]] = []
-
-    def recorded(q: torch.Tensor, k: torch.Tensor, *args: Any, enable_gqa: bool, **options: Any) -> torch.Tensor:
-        seen.append((k.shape, enable_gqa))
-        return torch.empty_like(q)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-    with FakeTensorMode():
-        q, k = (torch.empty(1, heads, 16, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
-        with sdpa_kernel(KERNELS["efficient"]):
-            attention(q, k, k, Mask(None))
-        attention(q, k, k, Mask(None))
-    assert seen == [((1, 4, 16, 64), False), ((1, 2, 16, 64), True)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    seen: list[Any] = []
+    q, k = (torch.randn(1, heads, 6, 8) for heads in (4, 2))
+    for name in ("efficient", "flash"):
+        run = select(name, lambda *args: seen.append(args), AttentionCase(GPU, BF16, 64))
+        run(q, k, 2 * k, "mask")
+    (_, keys, values, mask), (_, *grouped) = seen
+    assert mask == "mask"
+    for head in range(4):
+        assert torch.equal(keys[:, head], k[:, head // 2])
+        assert torch.equal(values[:, head], 2 * k[:, head // 2])
+    assert [x.shape[1] for x in grouped[:2]] == [2, 2]
