@@ -46,6 +46,18 @@ def test_plans_of_presets() -> None:
         assert 0.98 < (plan["total"] - states) / (peak - states) < 1.25, preset
 
 
+@NEEDS_COMPILER
+@pytest.mark.parametrize("bias", ["", "--mlp-bias"])
+def test_experts_of_one_rank_never_make_the_host_wait(bias: str) -> None:
+    """Forward, backward and recomputation: the sizes stay on the device. One launch per weight gradient."""
+    words = f"{FLAGS} --ep 1 --precision bf16 --recompute full --world 2 --json {bias}".split()
+    done = subprocess.run([sys.executable, "-m", "megalite", "estimate", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    real = json.loads(done.stdout)
+    assert real["host_syncs_in"] == {"status of the step": 1}
+    assert real["calls"]["backward"]["megalite::triton_grouped_wgrad_"] == 2 * 4 * 16
+
+
 @pytest.mark.full
 @NEEDS_COMPILER
 @pytest.mark.parametrize(("dispatch", "precision"), [("alltoall", "bf16"), ("allgather", "fp16")])
