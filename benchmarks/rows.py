@@ -64,6 +64,7 @@ def end_marked(mark: str) -> None:
 
 
 _numbers = count()
+_START_S = 120.0
 
 
 class _Process:
@@ -87,12 +88,15 @@ class _Process:
         self._answers = os.fdopen(answers)
         assert self._process.stdin is not None
         self._orders = self._process.stdin
+        late = threading.Timer(_START_S, self.kill)
+        late.start()
         self._answers.readline()  # it has imported everything
+        late.cancel()
 
     def run(self, row: Row, seconds: float) -> tuple[dict[str, Any], bool]:
         """Return what a row measured, or how it ended, and whether the process goes on."""
         began = time.monotonic()
-        late = threading.Timer(seconds, end_marked, [self._mark])
+        late = threading.Timer(seconds, self.kill)
         late.start()
         try:
             self._orders.write(f"{row.name}\n".encode())
@@ -109,9 +113,13 @@ class _Process:
         error = f"cut off after {seconds:.0f} s" if took >= seconds else f"its process ended with {code}"
         return {"error": error, "seconds": round(took, 2)}, False
 
-    def end(self) -> None:
-        """End the process and all that it started."""
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
         end_marked(self._mark)
+
+    def end(self) -> None:
+        """Kill it all, and wait for the process."""
+        self.kill()
         self._process.wait()
         self._orders.close()
         self._answers.close()
@@ -134,6 +142,7 @@ def run_rows(
     rows = [row for row in importlib.import_module(module).ROWS if row.name in names]
     told = threading.Lock()
     kept: list[_Process] = []
+    started: list[_Process] = []
 
     def lane(waiting: deque[Row]) -> None:
         process: _Process | None = None
@@ -147,6 +156,7 @@ def run_rows(
                 found: dict[str, Any] = {"skipped": f"{max(left, 0):.0f} s are left of the time for all rows"}
             else:
                 process = process or (kept.pop() if kept else _Process(module, device, log))
+                started.append(process)
                 found, fit = process.run(row, min(row.seconds, left))
                 if not fit:
                     process.end()
@@ -165,8 +175,14 @@ def run_rows(
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            waiting.clear()
+            for process in started:
+                process.kill()
+            raise
     for process in kept:
         process.end()
 

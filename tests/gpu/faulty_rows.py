@@ -56,6 +56,7 @@ ROWS = [
     Row("after crash", 30, good),
     Row("hang", 1, hang),
     Row("after hang", 30, good),
+    Row("hang for long", 600, hang),
     Row("out of memory", 30, out_of_memory),
     Row("last", 30, good),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ def alive(word: str) -> bool:
 def test_an_accident_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash, a hang, an exception: all other rows are there, and nothing that any of them started lives on."""
     monkeypatch.setenv("MEGALITE_ROWS_CHILD", str(tmp_path))
-    names = [row.name for row in faulty_rows.ROWS]
+    names = [row.name for row in faulty_rows.ROWS if row.name != "hang for long"]
     found = dict(run(tmp_path, "tests.gpu.faulty_rows", names, 300))
     assert sorted(found) == sorted(names)
     assert found["crash"]["error"] == "its process ended with -11"
@@ -54,6 +55,22 @@ def test_an_accident_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert kept["last"] == kept["after hang"]  # an exception costs no start
     assert "noise" in (tmp_path / "log").read_text()
     assert not alive(str(tmp_path))
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    """While a row hangs on a child in a session of its own."""
+    script = (
+        "import sys, time; from benchmarks.rows import run_rows; log = open(sys.argv[1] + '/log', 'ab', buffering=0)\n"
+        "run_rows('tests.gpu.faulty_rows', 'cpu', ['hang for long', 'last'], time.monotonic() + 600, log, print)"
+    )
+    env = {**os.environ, "MEGALITE_ROWS_CHILD": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, env=env, start_new_session=True)
+    while not alive(f"# {tmp_path}"):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    assert not alive(f"# {tmp_path}")
 
 
 def test_rows_that_no_longer_fit_are_skipped(tmp_path: Path) -> None:

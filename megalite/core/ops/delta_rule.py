@@ -10,8 +10,9 @@ gated_delta_rule(q, k, v, decay, beta, starts=None, state=None) -> out
     that goes on; None: zeros, and without starts all tokens are of that document.
 gated_delta_transition(k, v, decay, beta, starts=None) -> T | U
     The same tokens turn a state M into T M + U: [B, N, K, K + V], fp32 or fp64.
-Products and sums are fp32, or fp64 where the inputs are. Backward keeps the inputs alone and computes the forward pass
-again. Both work in slices of the heads.
+Products and sums are fp32, or fp64 where the inputs are; in kernels in Triton the products with a state are tf32 where
+the inputs are bf16 or fp16. Backward keeps the inputs alone and computes the forward pass again. Both work in slices of
+the heads.
 
 The reference works in chunks of 64 tokens (section 3.3 and appendix A: what a chunk adds to the state solves a
 triangular system); `recurrent` below is the definition, token by token, and no backend.
