@@ -197,7 +197,14 @@ def _delta_cases() -> list[Case]:
     rows = {"STARTS": True, "WIDTH": 4, "ROWS": 16, "CHANNELS": 128}
     return [
         Case("delta_states", delta.delta_states_kernel, scan, 8, Limit(255, 8, 120), num_stages=2),
-        Case("delta_states_backward", delta.delta_states_backward_kernel, scan, 8, Limit(255, 8, 120), num_stages=2),
+        Case(
+            "delta_states_backward",
+            delta.delta_states_backward_kernel,
+            {**scan, "DSTATES": True, "DNEW": True},
+            8,
+            Limit(255, 8, 120),
+            num_stages=2,
+        ),
         Case("causal_conv", conv.causal_conv_kernel, rows, 4, Limit(128, 4, 99)),
         Case("causal_conv_sums", conv.causal_conv_sums_kernel, {**rows, "PASSES": 4}, 4, Limit(168, 4, 99)),
         Case("causal_conv_dx", conv.causal_conv_dx_kernel, rows, 4, Limit(128, 4, 99)),

@@ -159,7 +159,7 @@ def _outputs(
     held = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state is None else state.permute(1, 2, 0, 3)
     if scan is not None:
         states, new, _ = scan(written, reads, kept, left, held)
-        out = (q @ states + seen @ new).flatten(2, 3)
+        out = (q @ states).add_(seen @ new).flatten(2, 3)
     else:
         parts = []
         for written_i, reads_i, q_i, seen_i, kept_i, left_i in _chunks(written, reads, q, seen, kept, left):

@@ -53,7 +53,7 @@ _GROUPED: dict[str, Callable[..., tuple[torch.Tensor, int]]] = {
     "megalite::triton_grouped_product": lambda x, w, sizes, transposed: (x, w.shape[1 if transposed else 2]),
     "megalite::triton_grouped_wgrad_": lambda main_grad, dy, x, *rest: (dy, x.shape[1]),
     "megalite::triton_delta_states": lambda written, reads, *rest: (written, 2 * reads.shape[-1]),
-    "megalite::triton_delta_states_backward": lambda dstates, dnew, dlast, reads, *rest: (dnew, 2 * reads.shape[-1]),
+    "megalite::triton_delta_states_backward": lambda dstates, dnew, dlast, reads, *rest: (reads, 2 * dlast.shape[-1]),
 }
 # What a pipeline operation leaves in memory, by its kind.
 _KEPT = {"F": "activations", "I": "deferred weight gradients", "RF": "messages", "RB": "messages"}

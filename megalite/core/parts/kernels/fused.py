@@ -195,17 +195,22 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         states, new, last = _kernel(kernels, "delta_states")(written, reads, kept, left, held, exact)
         ctx.save_for_backward(reads, kept, left, states, new)
+        ctx.set_materialize_grads(False)  # a rule asks for the first two, a transition for the last
         ctx.exact, ctx.kernels = exact, kernels
         return states, new, last
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dstates: Tensor, dnew: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dstates: Tensor | None, dnew: Tensor | None, dlast: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         reads, kept, left, states, new = ctx.saved_tensors
+        dlast = torch.zeros_like(states[:, :, 0]) if dlast is None else dlast
         run = _kernel(ctx.kernels, "delta_states_backward")
         after, dwritten, dheld = run(dstates, dnew, dlast, reads, kept, left, ctx.exact)
-        dkept = (after * states).sum((-1, -2), keepdim=True)
-        return dwritten, -(dwritten @ states.mT), dkept, after @ new.mT, dheld, None, None
+        # A product and its sum, without a tensor of the states' size between them.
+        dkept = after.flatten(3).unsqueeze(-2) @ states.flatten(3).unsqueeze(-1)
+        return dwritten, (dwritten @ states.mT).neg_(), dkept, after @ new.mT, dheld, None, None
 
 
 class _SpreadRows(torch.autograd.Function):

@@ -156,9 +156,13 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
         ),
     ),
     "delta_states_backward": (
-        "(Tensor dstates, Tensor dnew, Tensor dlast, Tensor reads, Tensor kept, Tensor left, bool exact) "
+        "(Tensor? dstates, Tensor? dnew, Tensor dlast, Tensor reads, Tensor kept, Tensor left, bool exact) "
         "-> (Tensor, Tensor, Tensor)",
-        lambda *given: tuple(x.new_empty(x.shape) for x in given[:3]),
+        lambda dstates, dnew, dlast, reads, *rest: (
+            dlast.new_empty(*reads.shape[:3], *dlast.shape[2:]),
+            dlast.new_empty(*reads.shape[:4], dlast.shape[3]),
+            dlast.new_empty(dlast.shape),
+        ),
     ),
     "causal_conv": (
         "(Tensor x, Tensor weight, Tensor? starts) -> Tensor",

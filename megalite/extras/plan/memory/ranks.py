@@ -157,8 +157,8 @@ def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
     m, p = cfg.model, cfg.parallel
     if p.device == "cpu":
         return 0
-    # Weighed outputs of a token's experts are fp32, and so are their gradients.
-    combined = 8 * rows_combined(cfg) * m.hidden_size if m.num_experts else 0
+    # Gradients of the outputs of a token's experts, in the order of slots and in that of experts.
+    combined = 2 * element_size(cfg) * rows_combined(cfg) * m.hidden_size if m.num_experts else 0
     width = element_size(cfg) * tokens(cfg)
     shards = p.tp if cfg.sequence_parallel else 1
     sends = min(MAX_SENDS, num_microbatches * p.vp) * width * m.hidden_size // shards if p.pp > 1 else 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -108,6 +107,8 @@ def delta_states_backward_kernel(
     left_head,
     left_chunk,
     left_column,
+    DSTATES: tl.constexpr,
+    DNEW: tl.constexpr,
     CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -133,16 +134,18 @@ def delta_states_backward_kernel(
             other=0.0,
         )
         chunk_at = at * CHUNK * columns + token[:, None] * columns + column[None, :]
-        dnew = tl.load(dnew_ptr + chunk_at, mask=in_chunk, other=0.0)
-        dnew = tl.dot(left, dheld, dnew, input_precision=PRECISION)
+        dnew = tl.dot(left, dheld, input_precision=PRECISION)
+        if DNEW:
+            dnew += tl.load(dnew_ptr + chunk_at, mask=in_chunk, other=0.0)
         tl.store(dwritten_ptr + chunk_at, dnew, mask=in_chunk)
         reads = tl.load(
             reads_ptr + head * reads_head + chunk * reads_chunk + token[None, :] * reads_row + row[:, None],
             mask=row[:, None] < width,
             other=0.0,
         )
-        dstates = tl.load(dstates_ptr + at * width * columns + state_at, mask=in_state, other=0.0)
-        dheld = dheld * tl.load(kept_ptr + at) + dstates - tl.dot(reads, dnew, input_precision=PRECISION)
+        dheld = dheld * tl.load(kept_ptr + at) - tl.dot(reads, dnew, input_precision=PRECISION)
+        if DSTATES:
+            dheld += tl.load(dstates_ptr + at * width * columns + state_at, mask=in_state, other=0.0)
     tl.store(dheld_ptr + head * width * columns + state_at, dheld, mask=in_state)
 
 
@@ -185,18 +188,17 @@ def _delta_states(
 
 
 def _delta_states_backward(
-    dstates: Tensor, dnew: Tensor, dlast: Tensor, reads: Tensor, kept: Tensor, left: Tensor, exact: bool
+    dstates: Tensor | None, dnew: Tensor | None, dlast: Tensor, reads: Tensor, kept: Tensor, left: Tensor, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (batch, heads, chunks, tokens, columns), width = dnew.shape, reads.shape[-1]
-    after, dwritten, dheld = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (dstates, dnew, dlast)
-    )
+    (batch, heads, chunks, tokens, width), columns = reads.shape, dlast.shape[-1]
+    after = dlast.new_empty(batch, heads, chunks, width, columns)
+    dwritten, dheld = dlast.new_empty(batch, heads, chunks, tokens, columns), dlast.new_empty(dlast.shape)
     reads, reads_strides = _rows(reads)
     left, left_strides = _rows(left.mT)
-    options = _launch(dnew, width, columns, exact)
+    options = _launch(dlast, width, columns, exact)
     delta_states_backward_kernel[batch * heads, triton.cdiv(columns, options["COLUMNS"])](
-        dstates.contiguous(),
-        dnew.contiguous(),
+        None if dstates is None else dstates.contiguous(),
+        None if dnew is None else dnew.contiguous(),
         dlast.contiguous(),
         reads,
         kept.contiguous(),
@@ -209,6 +211,8 @@ def _delta_states_backward(
         columns,
         *reads_strides,
         *left_strides,
+        DSTATES=dstates is not None,
+        DNEW=dnew is not None,
         CHUNK=tokens,
         **options,
     )
