@@ -20,13 +20,15 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
+# What is told of every row as it ends: its name and its figures.
+Report = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,6 @@ class Row:
     seconds: float
     run: Callable[[Any], dict[str, Any]]
     together: bool = False
-
-
-class Report(Protocol):
-    """What is told of every row as it ends."""
-
-    def __call__(self, name: str, found: dict[str, Any]) -> None: ...
 
 
 def end_marked(mark: str) -> None:
@@ -144,6 +140,10 @@ def run_rows(
     kept: list[_Process] = []
     started: list[_Process] = []
 
+    def start() -> _Process:
+        started.append(process := _Process(module, device, log))
+        return process
+
     def lane(waiting: deque[Row]) -> None:
         process: _Process | None = None
         while True:
@@ -155,8 +155,7 @@ def run_rows(
             if left < row.seconds / 3:
                 found: dict[str, Any] = {"skipped": f"{max(left, 0):.0f} s are left of the time for all rows"}
             else:
-                process = process or (kept.pop() if kept else _Process(module, device, log))
-                started.append(process)
+                process = process or (kept.pop() if kept else start())
                 found, fit = process.run(row, min(row.seconds, left))
                 if not fit:
                     process.end()
@@ -213,11 +212,6 @@ def _found(row: Row, device: Any) -> dict[str, Any]:
     return found
 
 
-def _orders() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.strip()
-
-
 def main() -> None:
     """Run the rows that are asked for on stdin, one a line; write a line of JSON for each."""
     module, name, told = sys.argv[1:]
@@ -233,7 +227,7 @@ def main() -> None:
         device = pick_device(name)  # as a run does: it also sets what the allocator reads at its start
     with os.fdopen(int(told), "w") as answers:
         print(file=answers, flush=True)
-        for order in _orders():
+        for order in map(str.strip, sys.stdin):
             print(f"== {order}", flush=True)
             found = _found(rows[order], device)
             print(json.dumps(found), flush=True)

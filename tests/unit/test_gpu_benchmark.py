@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_rows, gpu_steps, gpus, gpus_row
+from benchmarks import gpu, gpu_checks, gpu_rows, gpu_steps, gpus, gpus_row
 from benchmarks.rows import run_rows
 from megalite.core.mesh.grid import Grid
 from megalite.runtime.options import cli
@@ -106,8 +106,6 @@ def test_every_row_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_model_that_differs_from_the_cpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import gpu_checks
-
     train = gpu_checks.train
     calls: list[str] = []
 

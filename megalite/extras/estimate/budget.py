@@ -1,8 +1,9 @@
 """Compute from FLOPs and bytes how long a step's kernels would take on a GPU, by kind.
 
 Matrix products run at a fraction of the peak FLOP/s, all other kernels at a fraction of the memory bandwidth, and none
-takes less than a launch. The fractions were measured on an H200 (docs/performance.md has steps beside their forecasts);
-gaps between kernels, where the host is late, are not counted.
+takes less than a launch. Those of attention and FP8 were measured on an H200, the others are published ones, which lie
+among or under what was measured (docs/performance.md has steps beside their forecasts). Gaps between kernels, where the
+host is late, are not counted.
 """
 
 from __future__ import annotations

@@ -30,6 +30,30 @@ def _row_before(x_ptr, row, channel, start, j, batch, channels, inside, STARTS: 
 
 
 @triton.jit
+def _sum(
+    x_ptr,
+    weight_ptr,
+    row,
+    channel,
+    start,
+    batch,
+    channels,
+    inside,
+    STARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Compute what the SiLU reads."""
+    total = tl.zeros((ROWS, CHANNELS), dtype=tl.float32)
+    for j in tl.static_range(WIDTH):
+        taps = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - j, mask=channel < channels, other=0.0)
+        before = _row_before(x_ptr, row, channel, start, j, batch, channels, inside, STARTS)
+        total += before * taps.to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
 def causal_conv_kernel(
     x_ptr,
     weight_ptr,
@@ -48,11 +72,7 @@ def causal_conv_kernel(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = (row[:, None] < rows) & (channel[None, :] < channels)
     start = tl.load(starts_ptr + row, mask=row < rows, other=0) if STARTS else 0
-    total = tl.zeros((ROWS, CHANNELS), dtype=tl.float32)
-    for j in tl.static_range(WIDTH):
-        taps = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - j, mask=channel < channels, other=0.0)
-        before = _row_before(x_ptr, row, channel, start, j, batch, channels, inside, STARTS)
-        total += before * taps.to(tl.float32)[None, :]
+    total = _sum(x_ptr, weight_ptr, row, channel, start, batch, channels, inside, STARTS, WIDTH, ROWS, CHANNELS)
     y = total * tl.sigmoid(total)
     at = tl.cast(row, tl.int64)[:, None] * channels + channel[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -86,11 +106,7 @@ def causal_conv_sums_kernel(
         row = (tl.program_id(0) * PASSES + step) * ROWS + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & (channel[None, :] < channels)
         start = tl.load(starts_ptr + row, mask=row < rows, other=0) if STARTS else 0
-        total = tl.zeros((ROWS, CHANNELS), dtype=tl.float32)
-        for j in tl.static_range(WIDTH):
-            taps = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - j, mask=channel < channels, other=0.0)
-            before = _row_before(x_ptr, row, channel, start, j, batch, channels, inside, STARTS)
-            total += before * taps.to(tl.float32)[None, :]
+        total = _sum(x_ptr, weight_ptr, row, channel, start, batch, channels, inside, STARTS, WIDTH, ROWS, CHANNELS)
         at = tl.cast(row, tl.int64)[:, None] * channels + channel[None, :]
         gate = tl.sigmoid(total)
         dsum = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * gate * (1 + total * (1 - gate))
