@@ -49,14 +49,26 @@ class Row:
 
 
 def end_marked(mark: str) -> None:
-    """Kill all processes that have MEGALITE_ROWS_MARK=mark from their parents, also orphans and other sessions."""
-    sought = f"MEGALITE_ROWS_MARK={mark}\0".encode()
+    """End all processes that have MEGALITE_ROWS_MARK=mark from their parents, also orphans and other sessions.
+
+    Returns when they are gone, and their memory with them, or after ten seconds.
+    """
+    sought, until = f"MEGALITE_ROWS_MARK={mark}\0".encode(), time.monotonic() + 10
+    while _kill(sought) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _kill(sought: bytes) -> int:
+    """Kill the processes with these bytes in their environments; return how many there were."""
+    found = 0
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
             if sought in entry.read_bytes():
+                found += 1
                 os.kill(int(entry.parent.name), signal.SIGKILL)
         except OSError:  # it ended meanwhile, or is another user's
             continue
+    return found
 
 
 _numbers = count()

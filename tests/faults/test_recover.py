@@ -25,7 +25,7 @@ from megalite.core.options.model import ModelConfig
 from megalite.core.sharding.shard import count_parameters
 from megalite.runtime.base.child import children, stat_of
 from tests.faults.test_runtime_faults import FOREVER, RUN, codes, committed, events, once_committed, outcome
-from tests.faults.zygote import Job, Zygote, members_of, processes_of
+from tests.faults.zygote import Job, Zygote, members_of, processes_of, waiting_file
 from tests.ranks import ROOT, reserve_port
 from tests.rows import always_run
 
@@ -41,6 +41,16 @@ def kill(rank: int, at: int, folder: Path, place: str = "step", kind: str = "kil
     """A fault that happens once, whoever the rank is then."""
     mark = str(folder / f"{kind}_{place}_{rank}_{at}")
     return {"rank": rank, "kind": kind, "place": place, "at": at, "once": mark}
+
+
+def all_wait(at: int, path: Path) -> dict[str, Any]:
+    """Every rank does step `at` only once the file is there."""
+    return {"rank": "all", "kind": "await", "place": "step", "at": at, "path": str(path)}
+
+
+def until_all_wait(zygote: Zygote, path: Path) -> None:
+    """Both ranks have kept a copy of the step before: a line of the log comes before the copy."""
+    zygote.until(lambda: all(waiting_file(path, rank).exists() for rank in (0, 1)), 60)
 
 
 def in_batch(place: str, sample: int) -> dict[str, Any]:
@@ -152,9 +162,8 @@ def test_killed_after_its_save_is_committed(zygote: Zygote, tmp_path: Path, whol
 def test_killed_while_a_save_of_an_earlier_step_is_written(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     """What was to be on disk by now is made up for at once."""
     run, go_on = tmp_path / "run", tmp_path / "go on"
-    waits = {"rank": 1, "kind": "await", "place": "step", "at": 6, "path": str(go_on)}
-    job = begin(zygote, tmp_path, 2, RECOVER, waits)
-    job.wait_for(0, "step 5/")
+    job = begin(zygote, tmp_path, 2, RECOVER, all_wait(6, go_on))
+    until_all_wait(zygote, go_on)
     zygote.until(lambda: "step_00000004" in committed(run), 60)
     # As if it had not come to this.
     (run / "checkpoints" / "step_00000004").rename(tmp_path / "lost")
@@ -169,9 +178,8 @@ def test_killed_while_a_save_of_an_earlier_step_is_written(zygote: Zygote, tmp_p
 def test_killed_while_weights_alone_are_written(zygote: Zygote, tmp_path: Path) -> None:
     """They are made up for as a whole checkpoint is, and beside one."""
     run, go_on, flags = tmp_path / "run", tmp_path / "go on", ["--save-every", "3", "--save-model-every", "4"]
-    waits = {"rank": 1, "kind": "await", "place": "step", "at": 6, "path": str(go_on)}
-    job = begin(zygote, tmp_path, 2, [*RECOVER, *flags], waits)
-    job.wait_for(0, "step 5/")
+    job = begin(zygote, tmp_path, 2, [*RECOVER, *flags], all_wait(6, go_on))
+    until_all_wait(zygote, go_on)
     model = run / "checkpoints" / "model_00000004"
     zygote.until((model / "COMMIT").exists, 60)
     # As if it had not come to this.
@@ -191,9 +199,8 @@ def test_weights_that_were_written_are_no_loss_once_moved(zygote: Zygote, tmp_pa
     run, go_on, flags = tmp_path / "run", tmp_path / "go on", ["--save-every", "0", "--save-model-every", "4"]
     model = run / "checkpoints" / "model_00000004"
     written = {"rank": 0, "kind": "await", "place": "step", "at": 5, "path": str(model / "COMMIT")}
-    waits = {"rank": 1, "kind": "await", "place": "step", "at": 8, "path": str(go_on)}
-    job = begin(zygote, tmp_path, 2, [*RECOVER, *flags], written, waits)
-    job.wait_for(0, "step 7/")
+    job = begin(zygote, tmp_path, 2, [*RECOVER, *flags], written, all_wait(8, go_on))
+    until_all_wait(zygote, go_on)
     model.rename(tmp_path / "moved")
     os.kill(process_of(run, 1), signal.SIGKILL)
     go_on.touch()
@@ -207,9 +214,7 @@ def test_killed_while_weights_of_the_name_of_abandoned_ones_are_written(zygote: 
     """After a rewind: those of the history before it are not taken for them."""
     run, pauses = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
     model, abandoned = run / "checkpoints" / "model_00000010", tmp_path / "abandoned"
-    waits = [
-        {"rank": 1, "kind": "await", "place": "step", "at": at, "path": str(path)} for at, path in zip((11, 12), pauses)
-    ]
+    waits = [all_wait(at, path) for at, path in zip((11, 12), pauses)]
     flags = ["--on-spike", "rewind", "--save-every", "4", "--save-model-every", "5", "--train-steps", "13"]
     job = begin(zygote, tmp_path, 2, [*RECOVER, *flags], in_batch("spike", 88), *waits)
     zygote.until((model / "COMMIT").exists, 60)
@@ -221,7 +226,8 @@ def test_killed_while_weights_of_the_name_of_abandoned_ones_are_written(zygote: 
             return (model / "COMMIT").read_bytes() != (abandoned / "COMMIT").read_bytes()
         return False
 
-    zygote.until(lambda: replaced() and repeated(run) == 3, 60)
+    until_all_wait(zygote, pauses[1])
+    zygote.until(replaced, 60)
     # As if it had not come to this.
     shutil.rmtree(model)
     abandoned.rename(model)
@@ -544,13 +550,14 @@ def test_a_damaged_copy_is_reported_and_no_other_rank_blamed(zygote: Zygote, tmp
 def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     """The run recovers, saves within two steps, and exits as if nothing had happened."""
     # The step after the recovery does not end before all guards have been told, however quick the recovery is.
-    waits = {"rank": 0, "kind": "await", "place": "step", "at": 4, "path": str(tmp_path / "go on")}
-    job, run = begin(zygote, tmp_path / "hit", 2, RECOVER, kill(1, 4, tmp_path), waits), tmp_path / "hit" / "run"
-    job.wait_for(0, "step 3/")
+    go_on, run = tmp_path / "go on", tmp_path / "hit" / "run"
+    waits = {"rank": 0, "kind": "await", "place": "step", "at": 4, "path": str(go_on)}
+    both = {"rank": 1, "kind": "await", "place": "step", "at": 4, "path": str(waiting_file(go_on, 0))}
+    job = begin(zygote, tmp_path / "hit", 2, RECOVER, waits, both, kill(1, 4, tmp_path))
     zygote.until(lambda: (tmp_path / "kill_step_1_4").exists(), 60)
     for rank in (0, 1):
         os.kill(job.pid(rank), signal.SIGTERM)
-    (tmp_path / "go on").touch()
+    go_on.touch()
     left = job.end()
     assert codes(left) == [0, 0], left
     # A guard may pass the signal on when that step has begun and has counted who asks for a stop.

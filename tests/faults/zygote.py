@@ -183,7 +183,15 @@ def wait_outside_python() -> None:
         ctypes.CDLL(None).sleep(1000)
 
 
+def waiting_file(path: str | Path, rank: int | str) -> Path:
+    """The file that says that a rank waits for `path`."""
+    return Path(f"{path}.rank_{rank}")
+
+
 def wait_for_file(path: str) -> None:
+    """Say that this rank waits, by a file beside it, and wait."""
+    with contextlib.suppress(FileNotFoundError):
+        waiting_file(path, os.environ["RANK"]).touch()
     while not os.path.exists(path):
         time.sleep(0.01)
 
@@ -259,7 +267,7 @@ class Fault:
         """Read a fault of a job.
 
         "after": it happens so many seconds later, while the rank goes on. The kind "await" waits until the file "path"
-        exists.
+        exists; see `waiting_file`.
         """
         kind, once = given["kind"], given.get("once")
         act = functools.partial(wait_for_file, given["path"]) if kind == "await" else FAULTS.get(kind, lambda: None)
