@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from megalite.core.base.errors import UserError, printable
-from megalite.core.base.redact import mask
+from megalite.core.base.redact import mask, mask_tracebacks
 from megalite.core.options.names import suggest
 from megalite.runtime.base.child import allow_many_files
 
@@ -44,6 +44,7 @@ def run_tool(main: Callable[[], int | None]) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)
     allow_many_files()
+    mask_tracebacks()
     try:
         try:
             code = main() or 0

@@ -11,6 +11,9 @@ import contextlib
 import functools
 import os
 import re
+import sys
+import threading
+import traceback
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -43,7 +46,9 @@ def user_of(url: str) -> str:
 
 def mask(text: str) -> str:
     """Return a text with "..." for every credential that this process knows, and for the users of URLs."""
-    known = _pattern_of(frozenset(_environment(os.environ)) | _held)
+    # Name by name: another thread may remove one meanwhile.
+    variables = {name: os.environ.get(name, "") for name in os.environ}
+    known = _pattern_of(frozenset(_environment(variables)) | _held)
     text = known.sub("...", text) if known else text
     return _USER.sub(lambda m: f"{m[1]}://...@" if user_of(m[0]) else m[0], text)
 
@@ -51,6 +56,20 @@ def mask(text: str) -> str:
 def mask_fields(text: str) -> str:
     """As `mask`, and for what looks like a credential, in the words of libraries and servers."""
     return _KEY_ID.sub("...", _FIELD.sub(r"\1...", mask(text)))
+
+
+def mask_tracebacks() -> None:
+    """Let Python print errors that nobody catches, in threads too, without credentials."""
+
+    def print_error(*error: Any) -> None:
+        sys.stderr.write(mask("".join(traceback.format_exception(*error))))
+
+    def print_error_of_thread(args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, SystemExit):
+            sys.stderr.write(f"in thread {args.thread.name if args.thread else 'unknown'}:\n")
+            print_error(args.exc_type, args.exc_value, args.exc_traceback)
+
+    sys.excepthook, threading.excepthook = print_error, print_error_of_thread
 
 
 def learn(fs: Any) -> None:

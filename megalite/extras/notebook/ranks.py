@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.core.base.errors import UserError, require
+from megalite.core.base.redact import mask
 from megalite.core.mesh.rendezvous import run_until_waiting
 
 # Imported once for all ranks; torch imports the last, and sympy with it, in the first backward pass.
@@ -154,11 +155,11 @@ def _serve(connection: Connection, rank: int, world: int, store: str, folder: st
         except UserError as e:
             message = ("UserError", str(e))
         except BaseException:
-            message = ("failed", traceback.format_exc())
+            message = ("failed", mask(traceback.format_exc()))
     try:
         packed = _cloudpickle().dumps(message)
     except Exception:
-        packed = pickle.dumps(("failed", traceback.format_exc()))
+        packed = pickle.dumps(("failed", mask(traceback.format_exc())))
     connection.send_bytes(packed)
 
 

@@ -1,4 +1,4 @@
-"""Processes that serve a run beside it, and memory shared with them. Standard library only, not just for Linux.
+"""Processes that serve a run beside it, and memory shared with them. No library is imported; not just for Linux.
 
 The children (the writer of checkpoints, the watchdog) import this file too: they start in a fraction of a second.
 """
@@ -21,6 +21,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megalite.core.base.redact import mask_tracebacks
 
 _PR_SET_PDEATHSIG = 1
 # Bytes; whole pages.
@@ -104,6 +106,7 @@ def signal_when_parent_dies(number: int) -> None:
 
 
 def _serve(module: str, settings: str) -> None:
+    mask_tracebacks()
     # A stopped child would otherwise stay, with all its memory; woken up, it sees that its rank is gone.
     signal_when_parent_dies(signal.SIGCONT)
     for number in IGNORED_SIGNALS:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megalite.core.base.console import write_or_drop
 from megalite.core.base.errors import LocalUserError, UserError
 from megalite.core.base.log import env_rank, logger, setup_logging, unfinished_code
-from megalite.core.base.redact import mask
+from megalite.core.base.redact import mask, mask_tracebacks
 from megalite.core.mesh.agree import agree
 from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
@@ -91,6 +91,7 @@ def leaving_together() -> Iterator[None]:
         print(f"error: {e}", file=sys.stderr)
         _exit(2)
     print_stacks()
+    mask_tracebacks()
     stop_with_torchrun()
     watch = FailureWatch(_leave_after)
     try:

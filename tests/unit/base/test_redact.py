@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import os
+import subprocess
+import sys
 import urllib.parse
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from megalite.extras.local_words import local_words
 from megalite.runtime.options.run import Config, RunConfig
 from megalite.runtime.places import store
 from megalite.runtime.places.store import Store, check_url
+from tests.ranks import ROOT
 
 # Forms that nothing but their values gives away. A value may begin with a slash, as a path does.
 ENVIRONMENT = {
@@ -127,3 +131,27 @@ def test_what_a_session_holds_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     redact.learn(Named(_s3=Named(_request_signer=signer), storage_options={"password": "passw0rd!!"}))
     said = redact.mask("roleaccesskey001 rolesecret/0123456789 roletoken000111 passw0rd!!")
     assert said == "... ... ... ..."
+
+
+# What raises an error that quotes a credential, and where Python prints it.
+UNCAUGHT = {
+    "a rank": "from megalite.runtime.start.exit import leaving_together\nwith leaving_together():\n    fail()",
+    "a thread of a rank": (
+        "import threading\nfrom megalite.runtime.start.exit import leaving_together\n"
+        "with leaving_together():\n    thread = threading.Thread(target=fail)\n    thread.start()\n    thread.join()"
+    ),
+    "a child": "from megalite.runtime.base import child\nchild._serve('failing', '{}')",
+    "a tool": "from megalite.extras.tool import run_tool\nrun_tool(fail)",
+    "ranks of a notebook": "from megalite.extras.notebook.ranks import run_ranks\nrun_ranks(1, lambda rank: fail())",
+}
+
+
+@pytest.mark.parametrize("who", UNCAUGHT)
+def test_a_traceback_holds_no_credential(who: str, tmp_path: Path) -> None:
+    secret = ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]
+    lines = ["import os", "def main():", "    raise RuntimeError('said ' + os.environ['AWS_SECRET_ACCESS_KEY'])"]
+    (tmp_path / "failing.py").write_text("\n".join(lines))
+    code, env = f"from failing import main as fail\n{UNCAUGHT[who]}", {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "RuntimeError: said ..." in done.stderr
+    assert secret not in done.stdout + done.stderr
