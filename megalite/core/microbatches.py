@@ -64,10 +64,10 @@ def to_rows(batch: Batch, engine: Engine[StepConfig]) -> Rows:
     """Make rows of this rank's samples, on the host.
 
     Raises:
-        UserError: they are of another shape, not whole numbers, or negative as inputs.
+        UserError: they are of another shape, not whole numbers, negative as inputs, or have a weight that is no weight.
     """
     if isinstance(batch, Rows):
-        return batch
+        return batch.check_inputs("the batch")
     tokens = np.asarray(batch.cpu() if isinstance(batch, torch.Tensor) else batch)
     sizes = engine.cfg.train.batches.sizes
     length = engine.cfg.model.seq_len + 1
