@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels import backends, copy_rate, medians
 from megalite.core.ops import resolve
+from megalite.core.options.recipe import RECIPES
 from megalite.core.parts.quant import fp8
-from megalite.core.parts.quant.fp8_recipes import RECIPES
 
 # Output and input features of a layer's products: Llama-3.2-1B and Llama-3-8B.
 _LAYERS = {

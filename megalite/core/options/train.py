@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megalite.core.base.errors import UserError, in_range, require
 from megalite.core.options.batch_sizes import BatchSizes
 from megalite.core.options.compression import Compression, read_compression
+from megalite.core.options.names import Choices, check_names
+from megalite.core.options.recipe import RECIPES
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class TrainConfig:
     """Use only deterministic kernels (slower on CUDA)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Data type of weights and activations; master weights and main gradients are fp32."""
-    fp8: Literal["off", "blockwise", "rowwise", "tensorwise", "mxfp8"] = "off"
+    fp8: Annotated[str, Choices(RECIPES, ("off",))] = "off"
     """Products of the blocks' linear layers in FP8, forward and backward: scales for blocks of 128 (blockwise: Hopper),
     of 32 (mxfp8: Blackwell), for rows, or for whole tensors (fastest, least precise)."""
     fp8_emulate: bool = False
@@ -69,6 +71,7 @@ class TrainConfig:
     """With --offload optimizer: keep the optimizer state in scratch files in this directory instead of host memory."""
 
     def __post_init__(self) -> None:
+        check_names(self)
         in_range(self, "micro_batch_size", 1, 100_000)
         self._check_batches()
         in_range(self, "train_steps", 1, 10**10)

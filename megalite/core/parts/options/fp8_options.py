@@ -6,9 +6,9 @@ from megalite.core.base.errors import require
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.part import PartOptions
+from megalite.core.options.recipe import RECIPES
 from megalite.core.options.step import StepConfig
 from megalite.core.options.train import TrainConfig
-from megalite.core.parts.quant.fp8_recipes import RECIPES
 
 
 def fp8_layers(m: ModelConfig, t: TrainConfig) -> range:

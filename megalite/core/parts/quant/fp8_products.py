@@ -27,9 +27,9 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis
 from megalite.core.ops import Ops
 from megalite.core.ops.grouped import groups
+from megalite.core.options.recipe import RECIPES, Recipe
 from megalite.core.parts.quant import fp8
 from megalite.core.parts.quant.fp8 import Codes, amaxes
-from megalite.core.parts.quant.fp8_recipes import RECIPES, Recipe
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.core.tensor_parallel.products import Gather, GroupedProducts, Products
 

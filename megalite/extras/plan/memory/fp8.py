@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.recipe import RECIPES
 from megalite.core.parts.options.fp8_options import fp8_layers
-from megalite.core.parts.quant.fp8_recipes import RECIPES
 from megalite.extras.plan.memory.units import Cut, coded_layers, names_of, unit_of, units_of
 from megalite.runtime.options.run import Config
 

@@ -13,8 +13,8 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.model.parameters import param_map
 from megalite.core.model.specs import layout_holding
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.recipe import RECIPES
 from megalite.core.parts.options.fp8_options import fp8_layers
-from megalite.core.parts.quant.fp8_recipes import RECIPES
 from megalite.core.sharding import Layout, ParamSpec, Shard
 from megalite.runtime.options.run import Config
 

@@ -1,8 +1,10 @@
-"""The recipes of `--fp8`: what shares a scale, in which format, and what it requires."""
+"""The interface of a number format of `--fp8`: what shares a scale, in which format, and what it requires."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from megalite.core.base.table import Table
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,5 @@ class Recipe:
         return "".join(dim for dim, size in zip(dims, self.activation) if size == 0)
 
 
-_ADA = (8, 9)
-_HOPPER = (9, 0)
-_BLACKWELL = ((10, 0), (10, 3), (12, 0))
-
-RECIPES = {
-    "blockwise": Recipe((1, 128), (128, 128), "e4m3", True, 128, (_HOPPER, *_BLACKWELL[:2])),
-    "rowwise": Recipe((1, 0), (1, 0), "e4m3", True, 16, (_HOPPER, *_BLACKWELL)),
-    "tensorwise": Recipe((0, 0), (0, 0), "e5m2", False, 16, (_ADA, _HOPPER, *_BLACKWELL)),
-    "mxfp8": Recipe((1, 32), (1, 32), "e4m3", True, 32, _BLACKWELL),
-}
+RECIPES: Table[Recipe] = Table("megalite.core.parts.recipes", "RECIPE")
+"""Name (`--fp8`) -> recipe."""

@@ -1,0 +1,16 @@
+"""The recipes of Transformer Engine and DeepSeek-V3."""
+
+from __future__ import annotations
+
+from megalite.core.options.recipe import Recipe
+
+_ADA = (8, 9)
+_HOPPER = (9, 0)
+_BLACKWELL = ((10, 0), (10, 3), (12, 0))
+
+RECIPE = {
+    "blockwise": Recipe((1, 128), (128, 128), "e4m3", True, 128, (_HOPPER, *_BLACKWELL[:2])),
+    "rowwise": Recipe((1, 0), (1, 0), "e4m3", True, 16, (_HOPPER, *_BLACKWELL)),
+    "tensorwise": Recipe((0, 0), (0, 0), "e5m2", False, 16, (_ADA, _HOPPER, *_BLACKWELL)),
+    "mxfp8": Recipe((1, 32), (1, 32), "e4m3", True, 32, _BLACKWELL),
+}
