@@ -19,6 +19,11 @@ from tests.ranks import tmpfs
 from tests.stores import S3, BreakingProxy, environment, secrets_in, start_s3
 from tests.workers import WorkerPool
 
+# Modules that tests import fail as tests do: with the values that they compared.
+pytest.register_assert_rewrite(
+    *(f"tests.{room}" for room in ("composer", "faults", "golden", "gpu", "parity", "scale", "soak", "spmd", "unit"))
+)
+
 # Before torch is imported. Several tests run at a time: on tiny tensors OpenMP threads spin for each other and cost ten
 # times the processor time of one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

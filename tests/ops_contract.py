@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from megalite.core.ops.cross_entropy import combine_stats
 # Relative L2 error against float64. bf16: rounding of inputs' products to 8 bits (2^-9) a few times over.
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 _GUARD = 64
+# Its tests, for another process in which other backends are chosen.
+CONTRACT = [str(Path(__file__).parent / "unit" / "ops" / name) for name in ("test_backends.py", "test_registered.py")]
 
 
 @dataclass(frozen=True)

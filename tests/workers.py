@@ -2,13 +2,13 @@
 They are forked from one process that has imported it.
 
 `pool.run(world, fn, *args)` calls `fn(rank, *args)` on `world` workers inside a fresh process group of that size and
-returns the list of results. `fn` must be a top-level function of a file under tests/.
+returns the list of results. `fn` must be a top-level function of a module under tests/.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib.util
+import importlib
 import multiprocessing as mp
 import os
 import sys
@@ -24,19 +24,6 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 
 class WorkerError(Exception):
     """A worker raised or died; the message is the first failing rank's traceback."""
-
-
-def _load(path: str, name: str) -> Callable[..., Any]:
-    module_name = "worker_job_" + path.replace(os.sep, "_").removesuffix(".py")
-    module = sys.modules.get(module_name)
-    if module is None:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        spec.loader.exec_module(module)
-    return getattr(module, name)
 
 
 def _serve(connection: Connection, rank: int) -> None:
@@ -59,11 +46,11 @@ def _serve(connection: Connection, rank: int) -> None:
             job = connection.recv()
         except EOFError:
             return
-        path, name, args, world, store = job
+        module, name, args, world, store = job
         try:
             if world > 1:
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-            result = _load(path, name)(rank, *args)
+            result = getattr(importlib.import_module(module), name)(rank, *args)
             if world > 1:
                 dist.destroy_process_group()
             connection.send((True, result))
@@ -95,7 +82,7 @@ class WorkerPool:
         self._grow(world)
         self._jobs += 1
         with tempfile.TemporaryDirectory() as folder:
-            job = (fn.__code__.co_filename, fn.__name__, args, world, os.path.join(folder, "store"))
+            job = (fn.__module__, fn.__name__, args, world, os.path.join(folder, "store"))
             connections = [c for _, c in self._workers[:world]]
             for connection in connections:
                 connection.send(job)

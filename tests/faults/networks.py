@@ -39,3 +39,9 @@ def networks(count: int) -> Iterator[tuple[str, list[str]]]:
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", "eth0", "up")
         yield f"{net}.254", names
+
+
+def pids_in(name: str) -> list[int]:
+    """The processes in a namespace."""
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+    return list(map(int, listed.stdout.split()))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_runtime_faults import RUN
+from tests.faults.harness import RUN
 from tests.faults.zygote import Zygote
 
 

@@ -16,15 +16,15 @@ from megalite.extras.convert.command import main as convert
 from megalite.extras.inference.load import load_model
 from megalite.runtime.options import cli
 from megalite.runtime.options.run import Config
-from tests.faults.test_runtime_faults import codes, committed, once_committed
+from tests.faults.harness import codes, committed, once_committed
 from tests.faults.zygote import Zygote
 from tests.parity import jobs
 from tests.parity.families import tiny
-from tests.parity.test_resume import losses
+from tests.parity.runs import losses
 
 STEPS = 4
 # World and layout: before the kill, and after it.
-DENSE: list[tuple[int, dict[str, Any]]] = [(4, {"tp": 2, "pp": 2}), (4, {"pp": 2, "zero": 3})]
+DENSE: list[tuple[int, dict[str, Any]]] = [(8, {"tp": 2, "pp": 2, "cp": 2}), (4, {"pp": 2, "zero": 3})]
 EXPERTS: list[tuple[int, dict[str, Any]]] = [
     (8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2}),
     (4, {"tp": 2, "ep": 4, "etp": "1", "zero": 3}),

@@ -20,8 +20,8 @@ import pytest
 import yaml
 
 from megalite.extras.launch.emit import BatchJob, KubernetesOptions, kubernetes_manifest
-from tests.faults.networks import networks
-from tests.faults.test_runtime_faults import RUN, events, outcome
+from tests.faults.harness import RUN, events, guard_waits, outcome
+from tests.faults.networks import networks, pids_in
 from tests.ranks import ROOT, reserve_port
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
@@ -65,8 +65,7 @@ class Pods:
             )
 
     def pids(self, pod: int) -> list[int]:
-        listed = subprocess.run(["ip", "netns", "pids", self.names[pod]], capture_output=True, text=True, check=True)
-        return list(map(int, listed.stdout.split()))
+        return pids_in(self.names[pod])
 
     def kill(self, pod: int) -> int:
         """Lose a pod with all that runs in it; return its exit code."""
@@ -106,12 +105,8 @@ class Pods:
             time.sleep(0.1)
 
     def waits(self, pod: int) -> bool:
-        """Whether the pod's guard is with the others: it has a thread for what it keeps."""
-        for pid in self.pids(pod):
-            with contextlib.suppress(OSError):
-                if b"-I\0-S\0-c\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    return len(os.listdir(f"/proc/{pid}/task")) > 1
-        return False
+        """Whether the pod's guard is with the others."""
+        return guard_waits(self.pids(pod))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from megalite.extras.launch import train as command
 from megalite.extras.launch.local import wait_for_name
 from megalite.extras.tool import run_tool
 from megalite.runtime.base.child import children, process_state
-from tests.faults.test_runtime_faults import FOREVER, RUN, committed
+from tests.faults.harness import FOREVER, RUN, committed
 
 # What a rank does; it leaves files in its folder. It needs no torch, so that it starts quickly.
 RANK = """

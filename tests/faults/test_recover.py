@@ -6,7 +6,6 @@ Ranks and guards are real processes; what waits to take over is forked from a pr
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -24,23 +23,27 @@ from megalite.core.model.parameters import param_map
 from megalite.core.options.model import ModelConfig
 from megalite.core.sharding.shard import count_parameters
 from megalite.runtime.base.child import children, stat_of
-from tests.faults.test_runtime_faults import FOREVER, RUN, codes, committed, events, once_committed, outcome
+from tests.faults.harness import (
+    FOREVER,
+    RECOVER,
+    RUN,
+    begin,
+    codes,
+    committed,
+    evaluations,
+    events,
+    in_batch,
+    kill,
+    once_committed,
+    outcome,
+    process_of,
+    repeated,
+    waits_at,
+)
+from tests.faults.harness import whole as whole
 from tests.faults.zygote import Job, Zygote, members_of, processes_of, waiting_file
 from tests.ranks import ROOT, reserve_port
 from tests.rows import always_run
-
-RECOVER = ["--recover", "process"]
-
-
-def begin(zygote: Zygote, folder: Path, world: int, flags: list[str], *faults: dict[str, Any]) -> Job:
-    folder.mkdir(exist_ok=True)
-    return zygote.start([*RUN, "--run-dir", str(folder / "run"), *flags], world, folder, *faults)
-
-
-def kill(rank: int, at: int, folder: Path, place: str = "step", kind: str = "kill") -> dict[str, Any]:
-    """A fault that happens once, whoever the rank is then."""
-    mark = str(folder / f"{kind}_{place}_{rank}_{at}")
-    return {"rank": rank, "kind": kind, "place": place, "at": at, "once": mark}
 
 
 def all_wait(at: int, path: Path) -> dict[str, Any]:
@@ -51,22 +54,6 @@ def all_wait(at: int, path: Path) -> dict[str, Any]:
 def until_all_wait(zygote: Zygote, path: Path) -> None:
     """Both ranks have kept a copy of the step before: a line of the log comes before the copy."""
     zygote.until(lambda: all(waiting_file(path, rank).exists() for rank in (0, 1)), 60)
-
-
-def in_batch(place: str, sample: int) -> dict[str, Any]:
-    """A fault in each step whose batch ends at this sample, on all ranks."""
-    return {"rank": "all", "kind": "", "place": place, "at": sample}
-
-
-def repeated(run_dir: Path) -> int:
-    """How many steps have a second line."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if "event" not in line]
-    return len(steps) - len(set(steps))
-
-
-def evaluations(run_dir: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in events(run_dir, "eval")}
 
 
 def nobody_is_left(zygote: Zygote, folder: Path) -> None:
@@ -96,19 +83,6 @@ def recovers(zygote: Zygote, folder: Path, world: int, flags: list[str], faults:
         zygote, folder / "hit" / "run", folder / "whole" / "run", [fault["rank"] for fault in faults if "once" in fault]
     )
     return job
-
-
-@pytest.fixture(scope="module")
-def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that nothing happens to."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert codes(begin(zygote, folder, 2, []).end()) == [0, 0]
-    return folder / "run"
-
-
-def process_of(run_dir: Path, rank: int) -> int:
-    """The process that is this rank now."""
-    return int((run_dir / "logs" / f"rank_{rank}.pid").read_text().split()[0])
 
 
 def test_rank_0_is_killed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
@@ -276,8 +250,7 @@ def test_stopped_in_a_loop_and_with_the_interpreter_held(zygote: Zygote, tmp_pat
 def test_several_at_once_and_again_while_they_meet(zygote: Zygote, tmp_path: Path) -> None:
     flags, go_on = ["--tp", "2", "--pp", "2"], tmp_path / "go on"
     assert codes(begin(zygote, tmp_path / "whole", 4, flags).end()) == [0] * 4
-    waits = {"rank": 0, "kind": "await", "place": "step", "at": 5, "path": str(go_on)}
-    job, run = begin(zygote, tmp_path / "hit", 4, [*flags, *RECOVER], waits), tmp_path / "hit" / "run"
+    job, run = begin(zygote, tmp_path / "hit", 4, [*flags, *RECOVER], waits_at(5, tmp_path)), tmp_path / "hit" / "run"
 
     def kill_now(*ranks: int) -> None:
         for pid in [process_of(run, rank) for rank in ranks]:
@@ -551,9 +524,8 @@ def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path, whole: P
     """The run recovers, saves within two steps, and exits as if nothing had happened."""
     # The step after the recovery does not end before all guards have been told, however quick the recovery is.
     go_on, run = tmp_path / "go on", tmp_path / "hit" / "run"
-    waits = {"rank": 0, "kind": "await", "place": "step", "at": 4, "path": str(go_on)}
     both = {"rank": 1, "kind": "await", "place": "step", "at": 4, "path": str(waiting_file(go_on, 0))}
-    job = begin(zygote, tmp_path / "hit", 2, RECOVER, waits, both, kill(1, 4, tmp_path))
+    job = begin(zygote, tmp_path / "hit", 2, RECOVER, waits_at(4, tmp_path), both, kill(1, 4, tmp_path))
     zygote.until(lambda: (tmp_path / "kill_step_1_4").exists(), 60)
     for rank in (0, 1):
         os.kill(job.pid(rank), signal.SIGTERM)
@@ -568,8 +540,7 @@ def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path, whole: P
 
 @pytest.mark.full
 def test_without_it_the_processes_are_those_of_before(zygote: Zygote, tmp_path: Path) -> None:
-    waits = {"rank": 0, "kind": "await", "place": "step", "at": 3, "path": str(tmp_path / "go on")}
-    job = begin(zygote, tmp_path / "none", 1, ["--recover", "none"], waits)
+    job = begin(zygote, tmp_path / "none", 1, ["--recover", "none"], waits_at(3, tmp_path))
     job.wait_for(0, "step 2/")
     names = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children(job.pid(0))]
     started = [name[-3] for name in names if b"-c" in name]
@@ -585,8 +556,7 @@ def test_without_it_the_processes_are_those_of_before(zygote: Zygote, tmp_path: 
 @pytest.mark.full
 def test_what_copies_take(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     """Three of masters and moments, cut over dp, in the guard's memory; and not a bit of the run."""
-    waits = {"rank": 0, "kind": "await", "place": "step", "at": 5, "path": str(tmp_path / "go on")}
-    job = begin(zygote, tmp_path, 2, [*RECOVER, "--zero", "1"], waits)
+    job = begin(zygote, tmp_path, 2, [*RECOVER, "--zero", "1"], waits_at(5, tmp_path))
     job.wait_for(0, "step 4/")
     model = ModelConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=64, seq_len=16)
     share = 12 * count_parameters(param_map(model)) // 2

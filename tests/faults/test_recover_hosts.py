@@ -5,97 +5,34 @@ Network namespaces stand for hosts. What is lost with one are all its processes,
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megalite.runtime.base.child import children, stat_of
-from tests.faults.networks import networks
-from tests.faults.test_recover import evaluations, kill, process_of, repeated
-from tests.faults.test_runtime_faults import RUN, codes, committed, events, outcome
-from tests.faults.zygote import Job, Left, Zygote, members_of
+from tests.faults.guarded_hosts import RECOVER, Hosts, end
+from tests.faults.guarded_hosts import hosts as hosts
+from tests.faults.harness import (
+    RUN,
+    codes,
+    committed,
+    evaluations,
+    events,
+    kill,
+    outcome,
+    process_of,
+    repeated,
+    waits_at,
+)
+from tests.faults.harness import whole as whole
+from tests.faults.zygote import Zygote, members_of
 from tests.ranks import ROOT, reserve_port
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
-RECOVER = ["--recover", "host", "--spare-ranks"]
-
-
-class Hosts:
-    """Hosts, and the ranks that run on them."""
-
-    def __init__(self, address: str, names: list[str]) -> None:
-        self.address, self.names = address.replace(".254", ".1"), names
-        self.zygotes: list[Zygote] = []
-
-    def begin(
-        self, folder: Path, flags: list[str], spares: int, *faults: dict[str, Any], each: int = 1, count: int = 3
-    ) -> list[Job]:
-        """Start a run with so many ranks on each of so many hosts, the last ones in reserve."""
-        folder.mkdir(exist_ok=True)
-        self.zygotes += [Zygote(["ip", "netns", "exec", name]) for name in self.names[len(self.zygotes) : count]]
-        world, port, jobs = each * count, reserve_port(), []
-        for rank in range(world):
-            launched = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": world, "MASTER_ADDR": self.address}
-            env = {**launched, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "eth0"}
-            own, said = [{**fault, "rank": 0} for fault in faults if fault["rank"] == rank], folder / f"rank_{rank}"
-            said.mkdir(exist_ok=True)
-            arguments = [*RUN, "--run-dir", str(folder / "run"), *flags, *RECOVER, str(spares)]
-            words = {key: str(value) for key, value in env.items()}
-            jobs.append(self.zygotes[rank // each].start(arguments, 1, said, *own, env=words))
-        for job in jobs[world - spares :]:
-            # Not before the reserves are with the others: then a guard has a thread for what it keeps.
-            guard = job.pid(0)
-            job.zygote.until(lambda guard=guard: len(os.listdir(f"/proc/{guard}/task")) > 1, 90)  # type: ignore[misc]
-        return jobs
-
-    def power_off(self, host: int) -> None:
-        """Kill all processes of a host but the one that starts others for tests."""
-        listed = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True)
-        kept = [zygote.process.pid for zygote in self.zygotes]
-        for pid in map(int, listed.stdout.split()):
-            if pid not in kept:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def cable(self, host: int, state: str) -> None:
-        subprocess.run(["ip", "link", "set", f"{self.names[host]}c", state], check=True)
-
-    def close(self) -> None:
-        for zygote in self.zygotes:
-            zygote.close()
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with networks(6) as (address, names):
-        made = Hosts(address, names)
-        try:
-            yield made
-        finally:
-            made.close()
-
-
-def end(jobs: list[Job], within: float = 120) -> list[Left]:
-    return [job.end(within)[0] for job in jobs]
-
-
-def waits_at(step: int, folder: Path) -> dict[str, Any]:
-    return {"rank": 0, "kind": "await", "place": "step", "at": step, "path": str(folder / "go on")}
-
-
-@pytest.fixture(scope="module")
-def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that nothing happens to."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert codes(zygote.start([*RUN, "--run-dir", str(folder / "run")], 2, folder).end()) == [0, 0]
-    return folder / "run"
 
 
 def test_a_host_is_killed(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:

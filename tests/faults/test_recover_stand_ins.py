@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_recover_hosts import Hosts, end, waits_at
-from tests.faults.test_recover_hosts import hosts as hosts
-from tests.faults.test_runtime_faults import RUN, codes, committed, events, outcome
+from tests.faults.guarded_hosts import Hosts, end
+from tests.faults.guarded_hosts import hosts as hosts
+from tests.faults.harness import RUN, codes, committed, events, outcome, waits_at
 from tests.faults.zygote import Zygote, members_of
 
 pytestmark = pytest.mark.root

@@ -3,8 +3,6 @@ next run ends as the one that nothing happened to, bit for bit."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -15,44 +13,22 @@ from typing import Any
 
 import pytest
 
+from tests.faults.harness import (
+    FOREVER,
+    RUN,
+    STEPS,
+    codes,
+    committed,
+    events,
+    in_batch,
+    metrics,
+    once_committed,
+    outcome,
+)
 from tests.faults.zygote import Job, Left, Zygote, processes_of
 from tests.ranks import ROOT, tmpfs
 
-STEPS = 8
-RUN = [
-    *("--num-layers", "2", "--hidden-size", "16", "--num-heads", "2", "--vocab-size", "64", "--seq-len", "16"),
-    *("--global-batch-size", "8", "--mock-data", "--device", "cpu", "--lr", "1e-3", "--hidden-dropout", "0.1"),
-    *("--train-steps", str(STEPS), "--save-every", "2"),
-]
 LAYOUTS = {2: [], 4: ["--tp", "2", "--pp", "2"]}
-FOREVER = ["--train-steps", "1000000", "--lr-decay", "constant"]
-
-
-def outcome(run_dir: Path) -> tuple[list[tuple[int, float, float, int]], str]:
-    """Losses, norms and sample counts of the steps, and a hash of the last checkpoint's tensors."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = {
-        r["step"]: (r["step"], r["loss"], r["grad_norm"], r["consumed_samples"]) for r in lines if "event" not in r
-    }
-    digest = hashlib.sha256()
-    for shard in sorted((run_dir / "checkpoints" / "latest").glob("*.safetensors")):
-        digest.update(shard.name.encode() + shard.read_bytes())
-    return [steps[step] for step in sorted(steps)], digest.hexdigest()
-
-
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line.get("event") == name]
-
-
-def committed(run_dir: Path) -> set[str]:
-    return {path.parent.name for path in (run_dir / "checkpoints").glob("step_*/COMMIT")}
-
-
-def checksums(run_dir: Path) -> dict[str, str]:
-    """Of every file of every committed checkpoint."""
-    files = [f for name in committed(run_dir) for f in (run_dir / "checkpoints" / name).iterdir()]
-    return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
 def told_dead(zygote: Zygote, folder: Path) -> str:
@@ -65,16 +41,6 @@ def left_after_a_death(rank: Left) -> bool:
     """By itself, or by its watchdog: gloo does not tell a rank whose message was on its way when the other one died."""
     words = {1: "exiting: another rank failed first", -signal.SIGKILL: "killing this rank, which did not end by itself"}
     return rank.code in words and words[rank.code] in rank.err
-
-
-def codes(left: list[Left]) -> list[int]:
-    return [rank.code for rank in left]
-
-
-def once_committed(run_dir: Path, step: int, rank: int, at: int) -> dict[str, Any]:
-    """A fault: the rank does step `at` only once the checkpoint of an earlier step is there to stay."""
-    path = run_dir / "checkpoints" / f"step_{step:08d}" / "COMMIT"
-    return {"rank": rank, "kind": "await", "place": "step", "at": at, "path": str(path)}
 
 
 def start(zygote: Zygote, folder: Path, world: int, *flags: str, fault: dict[str, Any] | None = None) -> Job:
@@ -204,13 +170,12 @@ def test_nan_gradient_on_one_rank(zygote: Zygote, tmp_path: Path) -> None:
     """Row 28: every rank leaves the update out, the run goes on, and the copies stay equal."""
     left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "", "place": "nan", "at": 3}).end()
     assert codes(left) == [0, 0], left
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    skipped = [record["skipped_steps"] for record in records if "event" not in record]
+    skipped = [record["skipped_steps"] for record in metrics(tmp_path / "run") if "event" not in record]
     assert skipped == [0, 0, 1, 1, 1, 1, 1, 1]
     # A resumed run goes on counting.
     assert codes(start(zygote, tmp_path, 2, "--train-steps", "9").end()) == [0, 0]
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["skipped_steps"] for record in records if record["step"] == 9 and "event" not in record] == [1]
+    again = [record for record in metrics(tmp_path / "run") if record["step"] == 9 and "event" not in record]
+    assert [record["skipped_steps"] for record in again] == [1]
     assert "gradients of step 3 are not finite: update skipped" in left[0].err
 
 
@@ -270,8 +235,7 @@ def spiking(zygote: Zygote, folder: Path, *more: dict[str, Any], steps: int = 14
     """The batch that ends at sample 88 (step 11) has ten times the loss; saves after steps 4, 8 and 12."""
     flags = ["--on-spike", "rewind", "--save-every", "4", "--lr-decay-steps", "14", "--train-steps", str(steps)]
     flags += ["--batch-size-schedule", "0:8 12:4"]
-    spike = {"rank": "all", "kind": "", "place": "spike", "at": 88}
-    return zygote.start([*RUN, *flags, "--run-dir", str(folder / "run")], 2, folder, spike, *more)
+    return zygote.start([*RUN, *flags, "--run-dir", str(folder / "run")], 2, folder, in_batch("spike", 88), *more)
 
 
 def test_loss_spike_rewinds_and_skips(zygote: Zygote, tmp_path: Path) -> None:
@@ -311,8 +275,7 @@ def test_loss_spike_rewinds_and_skips(zygote: Zygote, tmp_path: Path) -> None:
 
 def test_loss_spike_skipped(zygote: Zygote, tmp_path: Path) -> None:
     flags = ["--on-spike", "skip", "--train-steps", "13"]
-    spike = {"rank": "all", "kind": "", "place": "spike", "at": 88}
-    left = zygote.start([*RUN, *flags, "--run-dir", str(tmp_path / "run")], 2, tmp_path, spike).end()
+    left = zygote.start([*RUN, *flags, "--run-dir", str(tmp_path / "run")], 2, tmp_path, in_batch("spike", 88)).end()
     assert codes(left) == [0, 0], left
     (event,) = events(tmp_path / "run", "spike")
     assert event["step"] == 11

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megalite.runtime.base.child import children, process_state
-from tests.faults.test_runtime_faults import FOREVER, RUN, codes, committed, outcome
+from tests.faults.harness import FOREVER, RUN, codes, committed, outcome
 from tests.faults.zygote import Job, Left, Zygote, processes_of
 from tests.soak.disk import build_library
 

@@ -11,7 +11,7 @@ import torch
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference.generate import generate
 from megalite.extras.inference.load import load_model
-from tests.faults.test_runtime_faults import RUN, codes, committed, events, once_committed, outcome
+from tests.faults.harness import RUN, codes, committed, events, in_batch, once_committed, outcome
 from tests.faults.zygote import Zygote
 
 # Blocks, embedding and output layer are cut, and any read of a released weight is an error.
@@ -22,11 +22,10 @@ def test_a_whole_run(zygote: Zygote, tmp_path: Path) -> None:
     """A spike, a rewind, evaluations, full saves and weights alone; then export and generation."""
     flags = [*RUN, "--on-spike", "rewind", "--lr-decay-steps", "14", "--train-steps", "14"]
     flags += ["--save-every", "4", "--save-model-every", "3", "--eval-every", "4", "--eval-steps", "2"]
-    spike = {"rank": "all", "kind": "", "place": "spike", "at": 88}
     runs, jobs = [tmp_path / "cut" / "run", tmp_path / "whole" / "run"], []
     for run, more in zip(runs, (ZERO_3, [])):
         run.parent.mkdir()
-        jobs.append(zygote.start([*flags, *more, "--run-dir", str(run)], 2, run.parent, spike))
+        jobs.append(zygote.start([*flags, *more, "--run-dir", str(run)], 2, run.parent, in_batch("spike", 88)))
     for job in jobs:
         left = job.end()
         assert codes(left) == [0, 0], left

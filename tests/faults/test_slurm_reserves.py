@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.networks import networks
-from tests.faults.test_launch_slurm import REPO, Slurm, check_slurm, emitted, running, wait_for
-from tests.faults.test_runtime_faults import RUN, events, outcome
+from tests.faults.harness import RUN, events, guard_waits, outcome, wait_for
+from tests.faults.networks import networks, pids_in
+from tests.faults.slurm import Slurm, check_slurm, emitted, running
+from tests.ranks import ROOT
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
 
@@ -28,8 +29,7 @@ class Apart(Slurm):
     names: list[str]
 
     def pids(self, node: int) -> list[int]:
-        listed = subprocess.run(["ip", "netns", "pids", self.names[node]], capture_output=True, text=True, check=True)
-        return list(map(int, listed.stdout.split()))
+        return pids_in(self.names[node])
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +46,16 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
             yield made
 
 
-def guard_waits(slurm: Apart, node: int) -> bool:
-    """Whether a rank in reserve is with the others: its guard has a thread for what it keeps."""
-    for pid in slurm.pids(node):
-        with contextlib.suppress(OSError):
-            if b"-I\0-S\0-c\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return len(os.listdir(f"/proc/{pid}/task")) > 1
-    return False
-
-
 def test_a_node_is_lost(slurm: Apart, tmp_path: Path) -> None:
     log, run, go_on = tmp_path / "job.log", tmp_path / "run", tmp_path / "go on"
     flags = [*RUN, "--run-dir", str(run), "--recover", "host", "--spare-ranks", "1"]
     own = ["--no-preflight", "--env", f"WAIT=4:{go_on}", "--env", "GLOO_SOCKET_IFNAME=eth0"]
-    own += ["--env", f"PYTHONPATH={REPO}"]
+    own += ["--env", f"PYTHONPATH={ROOT}"]
     script = emitted(*own, "--", "tests/faults/train_and_wait.py", *flags, nodes=3, slots=1)
     job = slurm.submit(script, log)
-    wait_for(lambda: "step 4/" in (log.read_text() if log.exists() else "") and guard_waits(slurm, 2), 180, slurm.logs)
+    wait_for(
+        lambda: "step 4/" in (log.read_text() if log.exists() else "") and guard_waits(slurm.pids(2)), 180, slurm.logs
+    )
     for pid in slurm.pids(1):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -72,5 +65,5 @@ def test_a_node_is_lost(slurm: Apart, tmp_path: Path) -> None:
     assert slurm.state(job) == "COMPLETED 0", log.read_text()
     assert [event["ranks"] for event in events(run, "recovery")] == [[1]]
     whole = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"]
-    subprocess.run([*whole, *RUN, "--run-dir", str(tmp_path / "whole")], cwd=REPO, env=slurm.env, check=True)
+    subprocess.run([*whole, *RUN, "--run-dir", str(tmp_path / "whole")], cwd=ROOT, env=slurm.env, check=True)
     assert outcome(run) == outcome(tmp_path / "whole")

@@ -13,10 +13,10 @@ import pytest
 
 from megalite.extras.launch import agent
 from megalite.runtime.base.child import stat_of
-from tests.faults.test_launch_hosts import ALL_GONE_S, NODES, STARTUP_S, Hosts, Launch, sh, wait_for
-from tests.faults.test_launch_hosts import _nothing_left as _nothing_left
-from tests.faults.test_launch_hosts import hosts as hosts
-from tests.faults.test_runtime_faults import RUN, STEPS, events, outcome
+from tests.faults.harness import RUN, STEPS, events, outcome, wait_for
+from tests.faults.ssh_hosts import ALL_GONE_S, NODES, STARTUP_S, Hosts, Launch, sh
+from tests.faults.ssh_hosts import hosts as hosts
+from tests.faults.ssh_hosts import nothing_left as nothing_left
 from tests.ranks import ROOT
 
 pytestmark = [pytest.mark.root, pytest.mark.full]

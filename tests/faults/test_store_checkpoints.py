@@ -18,22 +18,10 @@ from megalite.runtime.checkpoint import remote
 from megalite.runtime.checkpoint.load import verify_together
 from megalite.runtime.checkpoint.names import step_folders
 from megalite.runtime.places.store import Store
+from tests.faults.store_runs import MODEL, losses
 from tests.faults.zygote import Job, Zygote
 from tests.ranks import finish, reserve_port, run_ranks, start_rank
 from tests.stores import S3, BreakingProxy, Fault, environment, secrets_in
-
-MODEL = [
-    *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--vocab-size", "90", "--seq-len", "16"),
-    *("--global-batch-size", "4", "--mock-data", "--device", "cpu", "--lr", "3e-4", "--hidden-dropout", "0.1"),
-    *("--lr-decay-steps", "6"),
-]
-
-
-def losses(run_dir: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, gradient norm) of the last line of each step."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    by_step = {line["step"]: line for line in lines if "event" not in line}
-    return [(step, by_step[step]["loss"], by_step[step]["grad_norm"]) for step in sorted(by_step)]
 
 
 def train(world: int, *flags: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -23,6 +22,7 @@ from megalite.runtime.checkpoint import remote
 from megalite.runtime.checkpoint.manifest import Manifest, commit_text
 from megalite.runtime.places.store import Store
 from tests.faults.networks import networks
+from tests.faults.store_runs import losses
 from tests.faults.zygote import Job, Zygote
 from tests.ranks import reserve_port
 from tests.stores import S3, BreakingProxy, Fault, environment
@@ -87,13 +87,6 @@ def two_hosts(s3: S3, folder: Path) -> Iterator[tuple[BreakingProxy, list[Host]]
             hosts.append(Host(rank, folder / f"host{rank}", names[rank], env))
             undo.callback(hosts[-1].zygote.close)
         yield proxy, hosts
-
-
-def losses(run_dir: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, gradient norm) of the last line of each step."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    by_step = {line["step"]: line for line in lines if "event" not in line}
-    return [(step, by_step[step]["loss"], by_step[step]["grad_norm"]) for step in sorted(by_step)]
 
 
 def newest_whole(store: Store) -> int:

@@ -12,7 +12,7 @@ import pytest
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.checkpoint import remote
 from megalite.runtime.places.store import Store
-from tests.faults.test_store_checkpoints import MODEL
+from tests.faults.store_runs import MODEL
 from tests.faults.zygote import Zygote
 from tests.stores import S3, BreakingProxy, Fault, environment
 

@@ -24,8 +24,8 @@ from megalite.core.mesh.rendezvous import init_process_group
 from megalite.runtime.options.run import Config
 from tests.gpu import staged
 from tests.parity import jobs
-from tests.parity.test_experts import MIXTRAL
-from tests.parity.test_zero import Gradients, boxes_of, config, put_together
+from tests.parity.harness import Gradients, boxes_of, config, put_together
+from tests.parity.models import MIXTRAL
 
 STEPS = 3
 MODELS = {"dense": jobs.llama(), "experts": MIXTRAL}
@@ -110,6 +110,15 @@ def check_rows(folder: Path, rows: list[str], device: torch.device) -> dict[str,
             "all": sum(grad.size for grad in expected.values()),
         }
     return found
+
+
+def assert_equal(found: list[dict[str, dict[str, float]]], rows: list[str]) -> None:
+    """Every rank has one process's figures and gradients, and each gradient is held once."""
+    for row in rows:
+        ranks_of_row = [rank[row] for rank in found]
+        assert max(rank["figures"] for rank in ranks_of_row) < 1e-5, row
+        assert max(rank["gradients"] for rank in ranks_of_row) < 1e-5, row
+        assert sum(rank["held"] for rank in ranks_of_row) == ranks_of_row[0]["all"], row
 
 
 def main() -> None:

@@ -12,8 +12,7 @@ import torch
 
 from megalite.core.ops import resolve
 from megalite.core.parts.kernels import native
-from tests.ops_contract import check
-from tests.unit.ops.test_native import CONTRACT
+from tests.ops_contract import CONTRACT, check
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,15 +24,6 @@ pytestmark = [
 ]
 
 
-def assert_equal(found: list[dict[str, dict[str, float]]], rows: list[str]) -> None:
-    """Every rank has one process's figures and gradients, and each gradient is held once."""
-    for row in rows:
-        ranks_of_row = [rank[row] for rank in found]
-        assert max(rank["figures"] for rank in ranks_of_row) < 1e-5, row
-        assert max(rank["gradients"] for rank in ranks_of_row) < 1e-5, row
-        assert sum(rank["held"] for rank in ranks_of_row) == ranks_of_row[0]["all"], row
-
-
 @pytest.mark.parametrize("backend", ["nccl", "staged"])
 def test_every_layout(backend: str, tmp_path: Path) -> None:
     world = 8
@@ -50,4 +41,4 @@ def test_every_layout(backend: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-300:] + done.stderr[done.stderr.find("Traceback") :][:4000]
     found = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(world)]
     assert len(found[0]) >= (len(ranks.ROWS) if world == 8 else 8)
-    assert_equal(found, list(found[0]))
+    ranks.assert_equal(found, list(found[0]))

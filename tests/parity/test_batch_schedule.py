@@ -11,8 +11,9 @@ import numpy as np
 
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.test_rates import alone, config, weights, whole
-from tests.parity.test_resume import LAYOUTS, MODEL, losses, train
+from tests.parity.harness import put_together
+from tests.parity.plain_sgd import alone, config, weights
+from tests.parity.runs import LAYOUTS, MODEL, losses, train
 from tests.workers import WorkerPool
 
 RAMP = ["--batch-size-schedule", "0:4 2:8 4:16", "--global-batch-size", "16"]
@@ -36,7 +37,7 @@ def test_same_in_every_layout(pool: WorkerPool) -> None:
     for i, row in enumerate(rows):
         for rank in ranks:
             np.testing.assert_allclose(rank[i][0], figures, rtol=1e-5, err_msg=str(row))
-        got = whole([rank[i][2] for rank in ranks])
+        got = put_together([rank[i][2] for rank in ranks])
         assert got.keys() == expected.keys()
         for name, w in expected.items():
             np.testing.assert_allclose(got[name], w, rtol=1e-4, atol=1e-5 * np.abs(w).max(), err_msg=f"{row}: {name}")

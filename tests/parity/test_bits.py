@@ -7,7 +7,6 @@ serves as both ends of one rank: its two uses are then added in the schedule's o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.parallel import SCHEDULES
-from megalite.core.sharding import Shard
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
+from tests.parity.gradient_bits import as_bytes, config, gradients, whole_gradients
 from tests.workers import WorkerPool
 
 # name -> layout at pp 2; chunks as the schedule wants them.
@@ -30,50 +29,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         for name, schedule in SCHEDULES.items()
     },
 }
-Grads = list[tuple[str, Shard, np.ndarray]]
-
-
-def gradients(rank: int, cfgs: Sequence[Config], world: int) -> list[Grads]:
-    """(global name, shard, main_grad) of every parameter of this rank after one forward and backward, by config."""
-    out = []
-    for engine in jobs.engines(cfgs, world):
-        jobs.spoil_gradients(engine)
-        out.append(gradients_of(engine))
-    return out
-
-
-def gradients_of(engine: Any) -> Grads:
-    from megalite.core.microbatches import to_microbatches
-    from megalite.runtime.data import Rows
-
-    cfg, dp = engine.cfg, engine.ctx.dp
-    share = np.split(jobs.batches(1)[0], dp.size)[dp.rank]
-    microbatches = to_microbatches(Rows.of(share), cfg.train.micro_batch_size, engine.ctx.device)
-    engine.optimizer.start_step(len(microbatches))
-    engine.executor.run(engine.train_program(len(microbatches)), microbatches, 1, dp.rank, 1 / (jobs.BATCH * jobs.SEQ))
-    engine.optimizer.finish_grads()
-    params = [p for bucket in engine.optimizer.buckets for p in bucket.params]
-    return [(p.shard.spec.name, p.shard, p.main_grad.numpy().copy()) for p in params]
-
-
-def config(model: ModelConfig, layout: dict[str, Any], name: str = "auto", **train: Any) -> Config:
-    return jobs.make_config(model, {"schedule": name, "zero": 0, **layout}, **{"micro_batch_size": 1, **train})
 
 
 def schedule_configs(model: ModelConfig, extra: dict[str, Any] | None = None, **train: Any) -> dict[str, Config]:
     return {name: config(model, {**(extra or {}), **layout}, **train) for name, layout in LAYOUTS.items()}
-
-
-def as_bytes(ranks: list[Grads]) -> dict[tuple[str, int], bytes]:
-    """Gradient of every (parameter, tensor-parallel rank); the copies on dp ranks must not differ either."""
-    out: dict[tuple[str, int], bytes] = {}
-    for rank in ranks:
-        for name, shard, grad in rank:
-            assert (
-                out.setdefault((name, shard.layout.grid.coords(shard.layout.rank)["tp"]), grad.tobytes())
-                == grad.tobytes()
-            ), name
-    return out
 
 
 @cache
@@ -135,17 +94,6 @@ def test_tied_embeddings_and_data_parallel(pool: WorkerPool, zero: int) -> None:
         # Within a layout without chunks the same rank owns the same share.
         by_name = {name: as_bytes([rank[i]]) for i, name in enumerate(cfgs) if cfgs[name].parallel.vp == 1}
         assert_equal_bits(by_name, by_name["1f1b"])
-
-
-def whole_gradients(ranks: list[Grads]) -> dict[str, torch.Tensor]:
-    """Global gradients put together from tensor-parallel shards."""
-    out: dict[str, torch.Tensor] = {}
-    for rank in ranks:
-        for name, shard, grad in rank:
-            whole = out.setdefault(name, torch.full(shard.spec.shape, torch.nan))
-            for piece in shard.slices:
-                whole[piece.index] = torch.from_numpy(grad)[shard.local(piece).index]
-    return out
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

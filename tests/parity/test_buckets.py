@@ -22,7 +22,7 @@ from megalite.extras.estimate.record import recorded_world
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.families import tiny
-from tests.parity.test_resume import losses, train
+from tests.parity.runs import losses, train
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
@@ -102,6 +102,10 @@ def test_same_buckets_in_every_layout(family: str) -> None:
         check_layout(model, world, parallel)
 
 
+DELTA_NETS = (
+    "--linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 "
+    "--linear-value-head-dim 8 --attention-output-gate"
+)
 # What dies, hangs or saves nothing where the buckets of tp ranks 0 and 1 differ: (world, options).
 LINES: dict[str, tuple[int, str]] = {
     "unlike sums over dp": (4, "--arch gpt2 --zero 0"),
@@ -109,6 +113,7 @@ LINES: dict[str, tuple[int, str]] = {
     "unlike norms over tp": (2, "--arch gpt2 --optimizer lamb"),
     "unlike norms of latents": (2, "--arch llama --kv-lora-rank 8 --optimizer lars"),
     "unlike copies": (2, "--arch llama --mtp-num-layers 1"),
+    "unlike copies of delta nets": (2, f"--arch llama {DELTA_NETS} --mtp-num-layers 2"),
     "unlike copies of expert biases": (2, "--arch gpt_oss --num-experts 4 --sequence-parallel"),
     # Copies beside other elements are rounded in other blocks, or compete with other elements to be sent.
     "copies drift apart in codes": (4, "--arch mixtral --num-experts 4 --compress int8"),
@@ -142,13 +147,20 @@ def test_shares_of_experts_have_replicas_of_their_own(pool: WorkerPool) -> None:
     pool.run(8, jobs.train, cfg, 8, 1)
 
 
-def other_order(rank: int, arguments: list[str]) -> str:
-    """What the start of a run says where rank 1 has its buckets in another order."""
+def other_order(rank: int, arguments: list[str], ends: bool) -> str:
+    """What the start of a run says where rank 1 has its buckets in another order; `ends`: on other ends alone."""
     from megalite.core import build
+    from megalite.core.optim import check_buckets
 
-    make = build.make_buckets
+    make, lines = build.make_buckets, check_buckets._lines
+
+    def other_lines(buckets: Any, names: Any) -> str:
+        return lines(buckets, names) + ("other" if all("ends" in bucket.kind.reduce for bucket in buckets) else "")
+
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
+        if rank == 1 and ends:
+            patch.setattr(check_buckets, "_lines", other_lines)
+        elif rank == 1:
             patch.setattr(build, "make_buckets", lambda *args, **options: make(*args, **options)[::-1])
         try:
             train(rank, arguments, 2)
@@ -157,9 +169,11 @@ def other_order(rank: int, arguments: list[str]) -> str:
     return ""
 
 
-def test_other_buckets_are_refused_at_the_start(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", [False, True], ids=["of a stage", "of the ends"])
+def test_other_buckets_are_refused_at_the_start(pool: WorkerPool, tmp_path: Path, ends: bool) -> None:
     arguments = [*TINY.split(), "--arch", "gpt2", "--train-steps", "1", "--run-dir", str(tmp_path)]
-    first, second = pool.run(2, other_order, arguments)
+    arguments += ["--tp", "1", "--pp", "2"] if ends else []
+    first, second = pool.run(2, other_order, arguments, ends)
     assert first == second
     assert first.startswith("the parameters of rank 1: must lie in the same buckets as those of rank 0")
     assert "\n" not in first

@@ -17,10 +17,10 @@ from megalite.core.model.flops import flops_per_token
 from megalite.core.parts.families import FAMILIES
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.test_documents import SEQ, alone, packed, token_losses
-from tests.parity.test_experts import EXPERTS, Row, Shape, check, one_process, ranks_of
-from tests.parity.test_oracle import train_packed
-from tests.parity.test_zero import assert_close, config, scaled, trained
+from tests.parity.harness import Grid, check, check_mistake, config, ranks_of
+from tests.parity.models import EXPERTS
+from tests.parity.oracle import train_packed
+from tests.parity.packed import SEQ, alone, packed, token_losses
 from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
@@ -38,7 +38,6 @@ CHUNKED = jobs.llama(
 CHUNKED = replace(
     CHUNKED, attention_chunk_size=5, no_rope_freq=2, attention_temperature=0.7, attention_temperature_floor=3
 )
-Grid = dict[Shape, list[Row]]
 STRONG: Grid = {
     ranks_of(4, ep=2, cp=2, tp=2): [(CHUNKED, 3, {}, {"recompute": "selective"})],
     ranks_of(4, ep=2, pp=2): [(CHUNKED, 1, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"})],
@@ -107,8 +106,7 @@ _DENSE: dict[str, Any] = {
 }
 
 
-def with_fault(rank: int, fault: str, cfgs: list[Config], world: int) -> Any:
-    """`trained`, wrong in one way."""
+def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
     from megalite.core.model.rotary import Temperature
     from megalite.core.parts.ffn.experts.dispatch import AllToAll
 
@@ -117,22 +115,17 @@ def with_fault(rank: int, fault: str, cfgs: list[Config], world: int) -> Any:
     def of_local_index(self: Any, positions: Any, device: Any) -> Any:
         return make(self, replace(positions, runs=(range(sum(map(len, positions.runs))),)), device)
 
-    wrong: dict[str, tuple[Any, str, Any]] = {
+    return {
         "no chunks": (MicroBatch, "in_chunks", lambda self, sizes: dict.fromkeys(sizes, cut(self, ())[None])),
         "temperature by local index": (Temperature, "__call__", of_local_index),
         "weights of other tokens": (AllToAll, "send", lambda self, x, weights: send(self, x, weights.flip(0))),
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(*wrong[fault])
-        return trained(rank, cfgs, world)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fault", ["no chunks", "temperature by local index", "weights of other tokens"])
-def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
-    ranks = pool.run(2, with_fault, fault, [config(CHUNKED, 1, {"cp": 2}, micro_batch_size=1)], 2)
-    with pytest.raises(AssertionError):
-        assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(CHUNKED))), fault)
+@pytest.mark.parametrize("mistake", ["no chunks", "temperature by local index", "weights of other tokens"])
+def test_mistakes_of_others_show(pool: WorkerPool, mistake: str) -> None:
+    check_mistake(pool, mistakes, mistake, 2, config(CHUNKED, 1, {"cp": 2}, micro_batch_size=1))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

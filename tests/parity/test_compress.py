@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,23 +35,12 @@ def batches() -> np.ndarray:
 
 def losses(rank: int, runs: list[tuple[Config, int]], world: int) -> list[list[float]]:
     """Losses of (config, steps)."""
-    import torch
-
-    from megalite.core.build import build_engine
-    from megalite.core.mesh.context import ParallelContext
-    from megalite.core.mesh.grid import Grid
     from megalite.core.step import train_step
 
-    ctx = ParallelContext.create(Grid.of(world), torch.device("cpu"))
-    data = batches()
-    out: list[list[float]] = []
-    for cfg, steps in runs:
-        engine = build_engine(cfg, ctx)
-        engine.optimizer.init_parameters(cfg.train.seed)
-        one: list[Any] = []
-        for step in range(1, steps + 1):
-            one.append(train_step(engine, np.split(data[step - 1], world)[rank], step).loss)
-        out.append(one)
+    data, out = batches(), []
+    for engine, (_, steps) in zip(jobs.engines([cfg for cfg, _ in runs], world), runs):
+        shares = [np.split(batch, world)[rank] for batch in data[:steps]]
+        out.append([train_step(engine, share, step).loss for step, share in enumerate(shares, 1)])
     return out
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,43 +11,44 @@ import pytest
 import torch
 
 from megalite.core.batch import MicroBatch, Positions
-from megalite.core.options.model import ModelConfig
 from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config
-from tests.parity import jobs, test_documents
-from tests.parity.test_zero import (
-    GPT2,
-    LLAMA,
-    assert_close,
-    assert_same,
+from tests.parity import jobs, packed
+from tests.parity.harness import (
+    Grid,
+    Shape,
+    assert_same_bits,
+    assert_same_gradients,
     boxes_of,
+    check,
+    check_compiled,
+    check_mistake,
     config,
+    one_process,
     put_together,
+    ranks_of,
     scaled,
     trained,
 )
+from tests.parity.models import FEW_HEADS, ONE_KEY
+from tests.rows import always_run, layout_tests
 from tests.workers import WorkerPool
 
-GEMMA2, GEMMA3 = jobs.gemma2(), jobs.gemma3()
-# Two query heads on each of four key heads; one key head; heads for two of four ranks.
-ONE_KEY, FEW_HEADS = jobs.llama(num_kv_heads=1), jobs.llama(num_heads=2, num_kv_heads=2, head_dim=16)
+LLAMA, GPT2, GEMMA2, GEMMA3 = jobs.llama(), jobs.gpt2(), jobs.gemma2(), jobs.gemma3()
 
-# (world, cp, tp, pp) -> rows that share the start of their ranks: (model, ZeRO, further layout, training options)
-Row = tuple[ModelConfig, int, dict[str, Any], dict[str, Any]]
-Shape = tuple[int, int, int, int]
-STRONG: dict[Shape, list[Row]] = {
-    (4, 2, 1, 1): [
+STRONG: Grid = {
+    ranks_of(4, cp=2): [
         (LLAMA, 1, {"cp_comm": "gather"}, {}),
         (GEMMA2, 3, {"cp_comm": "ring", "zero_group": "2"}, {"recompute": "selective"}),
     ],
-    (4, 4, 1, 1): [(FEW_HEADS, 3, {"cp_comm": "a2a+gather"}, {"recompute": "full"})],
-    (8, 2, 2, 2): [
+    ranks_of(4, cp=4): [(FEW_HEADS, 3, {"cp_comm": "a2a+gather"}, {"recompute": "full"})],
+    ranks_of(8, cp=2, tp=2, pp=2): [
         (GPT2, 2, {"cp_comm": "a2a", "schedule": "zb-v", "vp": 2}, {"loss_chunk": 5, "micro_batch_size": 2}),
         (LLAMA, 1, {"cp_comm": "ring", "schedule": "zb-h1"}, {"micro_batch_size": 2}),
     ],
 }
-GRID: dict[Shape, list[Row]] = {
-    (2, 2, 1, 1): [
+GRID: Grid = {
+    ranks_of(2, cp=2): [
         (GEMMA3, 1, {"cp_comm": "ring"}, {}),
         (GEMMA2, 0, {"cp_comm": "a2a"}, {"offload": "optimizer"}),
         (GPT2, 2, {"cp_comm": "gather"}, {"loss_chunk": 3}),
@@ -56,14 +56,14 @@ GRID: dict[Shape, list[Row]] = {
         (LLAMA, 3, {"cp_comm": "gather"}, {"offload": "optimizer+params"}),
         (LLAMA, 1, {"cp_comm": "ring"}, {"offload": "activations", "recompute": "full"}),
     ],
-    (4, 2, 1, 1): [
+    ranks_of(4, cp=2): [
         (GEMMA2, 0, {"cp_comm": "gather"}, {}),
         (GEMMA3, 2, {"cp_comm": "a2a", "zero_reduce": "step"}, {}),
         (GPT2, 3, {"cp_comm": "ring", "zero_keep": "step"}, {"micro_batch_size": 2}),
         (LLAMA, 2, {"cp_comm": "ring", "zero_group": "2"}, {"micro_batch_size": 4}),
         (ONE_KEY, 1, {"cp_comm": "ring"}, {"recompute": "full"}),
     ],
-    (4, 4, 1, 1): [
+    ranks_of(4, cp=4): [
         (LLAMA, 2, {"cp_comm": "gather"}, {}),
         (LLAMA, 3, {"cp_comm": "a2a", "zero_group": "2"}, {}),
         (LLAMA, 1, {"cp_comm": "ring"}, {"recompute": "selective"}),
@@ -73,47 +73,32 @@ GRID: dict[Shape, list[Row]] = {
         (GEMMA2, 3, {"cp_comm": "ring"}, {"loss_chunk": 2}),
         (GPT2, 1, {"cp_comm": "a2a"}, {}),
     ],
-    (4, 2, 2, 1): [
+    ranks_of(4, cp=2, tp=2): [
         (LLAMA, 1, {"cp_comm": "gather"}, {}),
         (LLAMA, 3, {"cp_comm": "ring", "sequence_parallel": False}, {}),
         (GPT2, 2, {"cp_comm": "a2a"}, {"recompute": "full"}),
         (GPT2, 3, {"cp_comm": "ring"}, {}),
         (GEMMA2, 1, {"cp_comm": "a2a", "overlap_tp_reduce": False}, {}),
     ],
-    (4, 2, 1, 2): [
+    ranks_of(4, cp=2, pp=2): [
         (LLAMA, 1, {"cp_comm": "ring", "schedule": "1f1b"}, {}),
         (LLAMA, 3, {"cp_comm": "gather", "schedule": "zb-h1"}, {}),
         (GPT2, 2, {"cp_comm": "gather", "schedule": "interleaved", "vp": 2}, {"micro_batch_size": 2}),
         (GEMMA3, 1, {"cp_comm": "a2a", "schedule": "gpipe"}, {}),
         (GPT2, 3, {"cp_comm": "ring", "schedule": "zb-v", "vp": 2}, {"recompute": "selective"}),
     ],
-    (8, 4, 2, 1): [
+    ranks_of(8, cp=4, tp=2): [
         (LLAMA, 3, {"cp_comm": "ring"}, {}),
         (LLAMA, 1, {"cp_comm": "a2a", "sequence_parallel": False}, {"micro_batch_size": 8}),
     ],
-    (8, 2, 2, 2): [
+    ranks_of(8, cp=2, tp=2, pp=2): [
         (LLAMA, 3, {"cp_comm": "gather", "schedule": "zb-v", "vp": 2}, {}),
         (GEMMA2, 2, {"cp_comm": "ring", "schedule": "1f1b"}, {}),
     ],
 }
 
 
-def check(pool: WorkerPool, grid: Shape, rows: list[Row]) -> None:
-    world, cp, tp, pp = grid
-    cfgs = [
-        config(model, zero, {"cp": cp, "tp": tp, "pp": pp, "zero_group": "full", **parallel}, **train)
-        for model, zero, parallel, train in rows
-    ]
-    ranks = pool.run(world, trained, cfgs, world)
-    for i, (model, zero, parallel, train) in enumerate(rows):
-        loss = {name: train[name] for name in ("precision", "z_loss") if name in train}
-        single = scaled(jobs.make_config(model, **loss))
-        assert_same([rank[i] for rank in ranks], single, f"{grid} {model.arch} zero {zero} {parallel} {train}")
-
-
-@pytest.mark.parametrize("grid", STRONG)
-def test_same_gradients_however_samples_are_shared(pool: WorkerPool, grid: Shape) -> None:
-    check(pool, grid, STRONG[grid])
+test_same_gradients_however_samples_are_shared, test_grid = layout_tests(check, STRONG, GRID)
 
 
 def owned(rank: int, cfg: Config, world: int) -> list[tuple[int, slice]]:
@@ -131,22 +116,11 @@ def test_optimizer_states_are_cut_over_dp_and_cp(pool: WorkerPool, cp: int) -> N
         assert len({stop - start for start, stop in parts}) == 1
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("grid", GRID)
-def test_grid(pool: WorkerPool, grid: Shape) -> None:
-    check(pool, grid, GRID[grid])
-
-
 @pytest.mark.parametrize("comm", ["gather", "a2a", pytest.param("ring", marks=pytest.mark.full)])
 def test_recompute_changes_not_a_bit(pool: WorkerPool, comm: str) -> None:
     modes = ("none", "selective", "full")
     cfgs = [config(GEMMA2, 1, {"cp": 2, "cp_comm": comm}, recompute=mode, micro_batch_size=4) for mode in modes]
-    for (want, gradients), *others in pool.run(2, trained, cfgs, 2):
-        for steps, boxes in others:
-            assert steps == want
-            for name, (_, held) in boxes.items():
-                for (_, part), (_, expected) in zip(held, gradients[name][1], strict=True):
-                    assert part.tobytes() == expected.tobytes(), name
+    assert_same_bits(pool.run(2, trained, cfgs, 2))
 
 
 # Seen: 1.2e-5 and 2.9e-4 in bf16, 4e-6 and 3.2e-5 in fp16.
@@ -157,20 +131,20 @@ def test_half_precision(pool: WorkerPool, precision: str, limits: tuple[float, f
     """Loss and norm: blocks of keys round apart from a whole row of them."""
     comms = ("gather", "ring", "a2a+gather")
     cfgs = [config(FEW_HEADS, 1, {"cp": 4, "cp_comm": comm}, precision=precision) for comm in comms]
-    ((want, _),) = trained(0, [scaled(jobs.make_config(FEW_HEADS, precision=precision))], 1)
+    want = np.array(one_process(scaled(jobs.make_config(FEW_HEADS, precision=precision))).steps)
     for rank in pool.run(4, trained, cfgs, 4):
-        for comm, (steps, _) in zip(comms, rank, strict=True):
-            assert (np.abs(np.array(steps) / np.array(want) - 1).max(0) < limits).all(), comm
+        for comm, result in zip(comms, rank, strict=True):
+            assert (np.abs(np.array(result.steps) / want - 1).max(0) < limits).all(), comm
 
 
 # (world, cp, tp, pp) -> (model, further layout, training options); evaluation is compared too
 PACKED: dict[Shape, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
-    (4, 4, 1, 1): [
+    ranks_of(4, cp=4): [
         ("llama", {"cp_comm": "gather"}, {"micro_batch_size": 2}),
         ("gemma2", {"cp_comm": "ring"}, {"micro_batch_size": 2}),
         ("gpt2", {"cp_comm": "a2a"}, {"loss_chunk": 5}),
     ],
-    (8, 2, 2, 2): [
+    ranks_of(8, cp=2, tp=2, pp=2): [
         ("gpt2", {"cp_comm": "ring", "schedule": "zb-v", "vp": 2}, {}),
         ("gemma3", {"cp_comm": "gather", "schedule": "zb-h1", "zero": 2}, {}),
         ("llama", {"cp_comm": "a2a", "zero": 3, "zero_whole_below": 500}, {"recompute": "full"}),
@@ -178,30 +152,20 @@ PACKED: dict[Shape, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-def check_packed(pool: WorkerPool, grid: Shape) -> None:
-    world, cp, tp, pp = grid
+@pytest.mark.parametrize("shape", always_run(PACKED, ranks_of(4, cp=4)), ids=str)
+def test_packed_documents(pool: WorkerPool, shape: Shape) -> None:
+    world, layout = shape
     cfgs = [
-        jobs.make_config(
-            test_documents.MAKE[name](4, **test_documents.SIZES), {"cp": cp, "tp": tp, "pp": pp, **parallel}, **train
-        )
-        for name, parallel, train in PACKED[grid]
+        jobs.make_config(packed.MAKE[name](4, **packed.SIZES), {**dict(layout), **parallel}, **train)
+        for name, parallel, train in PACKED[shape]
     ]
-    test_documents.assert_same(pool, world, cfgs)
-
-
-def test_packed_documents(pool: WorkerPool) -> None:
-    check_packed(pool, (4, 4, 1, 1))
-
-
-@pytest.mark.full
-def test_packed_documents_in_a_pipeline(pool: WorkerPool) -> None:
-    check_packed(pool, (8, 2, 2, 2))
+    packed.check(pool, world, cfgs)
 
 
 def chats() -> Rows:
     """Packed conversations: of each only some turns are learned, with weights of their own."""
-    rows, draws = test_documents.packed(), np.random.default_rng(4)
-    targets = np.where(np.arange(test_documents.SEQ) // 3 % 2, rows.targets, -1)
+    rows, draws = packed.packed(), np.random.default_rng(4)
+    targets = np.where(np.arange(packed.SEQ) // 3 % 2, rows.targets, -1)
     return replace(rows, targets=targets, weights=draws.uniform(0.1, 2, targets.shape).astype(np.float32))
 
 
@@ -215,7 +179,7 @@ def trained_on_chats(rank: int, cfgs: Sequence[Config], world: int) -> list[Any]
         mine = rows[engine.ctx.dp.rank * share :][:share]
         evaluated, *_ = eval_step(engine, mine)
         result = train_step(engine, mine, 1)
-        out.append(([(result.loss, result.grad_norm), (evaluated, result.targets)], boxes_of(engine)))
+        out.append(([result.loss, result.grad_norm, evaluated, result.targets], boxes_of(engine)))
         engine.optimizer.wait_weights()
     return out
 
@@ -231,12 +195,13 @@ CHATS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize("row", [CHATS[1], *(pytest.param(row, marks=pytest.mark.full) for row in CHATS[::2])], ids=str)
 def test_chats(pool: WorkerPool, row: tuple[str, dict[str, Any], dict[str, Any]]) -> None:
     name, parallel, train = row
-    model = test_documents.MAKE[name](2, **test_documents.SIZES)
+    model = packed.MAKE[name](2, **packed.SIZES)
     ((figures, boxes),) = trained_on_chats(0, [jobs.make_config(model)], 1)
     ranks = pool.run(8, trained_on_chats, [jobs.make_config(model, parallel, **train)], 8)
-    assert_close([rank[0] for rank in ranks], figures, put_together([boxes]), str(row))
-    for ((_, evaluated), _), *_ in ranks:
-        np.testing.assert_allclose(evaluated, figures[1], rtol=1e-6)
+    for ((got, _),) in ranks:
+        np.testing.assert_allclose(got[:2], figures[:2], rtol=1e-5)
+        np.testing.assert_allclose(got[2:], figures[2:], rtol=1e-6)
+    assert_same_gradients([held for ((_, held),) in ranks], put_together([boxes]), str(row))
 
 
 def few_targets() -> Rows:
@@ -251,29 +216,21 @@ def few_targets() -> Rows:
 
 @pytest.mark.parametrize("comm", ["gather", "ring", "a2a"])
 def test_ranks_without_a_target_take_part(pool: WorkerPool, comm: str) -> None:
-    (want,) = test_documents.learned(0, [jobs.make_config(LLAMA)], 1, [few_targets()])
+    (want,) = packed.learned(0, [jobs.make_config(LLAMA)], 1, [few_targets()])
     cfgs = [jobs.make_config(LLAMA, {"cp": 4, "cp_comm": comm, "zero": 1})]
-    for (got,) in pool.run(4, test_documents.learned, cfgs, 4, [few_targets()]):
+    for (got,) in pool.run(4, packed.learned, cfgs, 4, [few_targets()]):
         np.testing.assert_allclose(got, want, rtol=1e-5)
     assert want[0][2] == 1.25
 
 
-FAULTS = (
-    "local positions",
-    "targets shifted in the slice",
-    "not summed over cp",
-    "mean of rank means",
-    "summed over dp only",
-)
-
-
-def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any:
-    """`trained`, wrong in one way."""
+def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
     from megalite.core import step
     from megalite.core.mesh import grid
     from megalite.core.parts.context import gather
 
-    def shifted(batch: MicroBatch, ranks: int, rank: int, shared: Any = MicroBatch.shared) -> MicroBatch:
+    shared, cut = MicroBatch.shared, step.to_microbatches
+
+    def shifted(batch: MicroBatch, ranks: int, rank: int) -> MicroBatch:
         part = shared(batch, ranks, rank)
         return replace(part, targets_SB=torch.cat((part.tokens_SB[1:], part.tokens_SB[:1])))
 
@@ -283,7 +240,7 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
     def local(positions: Positions, ranks: int, rank: int) -> Positions:
         return Positions(positions.length, (range(positions.length // ranks),))
 
-    def of_rank(*args: Any, cut: Any = step.to_microbatches) -> Any:
+    def of_rank(*args: Any) -> Any:
         """Divide by the rank's own count of targets, as a mean over its tokens does; the last token has none."""
         out = cut(*args)
         for at, part in enumerate(out):
@@ -294,39 +251,27 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
             out[at] = replace(part, weights_SB=weights)
         return out
 
-    with pytest.MonkeyPatch.context() as patch:
-        # Copies drift apart; figures must show the mistake by themselves.
-        patch.setattr(jobs, "check_copies", lambda engine: None)
-        match FAULTS.index(fault):
-            case 0:
-                patch.setattr(Positions, "shared", local)
-            case 1:
-                patch.setattr(MicroBatch, "shared", shifted)
-            case 2:
-                patch.setattr(gather.collectives, "start_reduce_scatter", not_summed)
-            case 3:
-                patch.setattr(step, "to_microbatches", of_rank)
-            case 4:
-                patch.setattr(grid, "AXES", [axis._replace(cuts_batch=axis.name == "dp") for axis in grid.AXES])
-        return trained(rank, cfgs, world)
+    return {
+        "local positions": (Positions, "shared", local),
+        "targets shifted in the slice": (MicroBatch, "shared", shifted),
+        "not summed over cp": (gather.collectives, "start_reduce_scatter", not_summed),
+        "mean of rank means": (step, "to_microbatches", of_rank),
+        "summed over dp only": (grid, "AXES", [axis._replace(cuts_batch=axis.name == "dp") for axis in grid.AXES]),
+    }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
-    cfg = config(LLAMA, 1, {"cp": 4, "cp_comm": "gather"})
-    ranks = pool.run(4, with_fault, fault, [cfg], 4)
-    with pytest.raises(AssertionError):
-        assert_same([rank[0] for rank in ranks], scaled(jobs.make_config(LLAMA)), fault)
+MISTAKES = (
+    "local positions",
+    "targets shifted in the slice",
+    "not summed over cp",
+    "mean of rank means",
+    "summed over dp only",
+)
 
 
-def compiled(rank: int, cfgs: Sequence[Config], world: int) -> Any:
-    """`trained`, its blocks traced once and for all micro-batches."""
-    import torch._dynamo.config as dynamo
-
-    torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patch, dynamo.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        return trained(rank, cfgs, world)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_of_others_show(pool: WorkerPool, mistake: str) -> None:
+    check_mistake(pool, mistakes, mistake, 4, config(LLAMA, 1, {"cp": 4, "cp_comm": "gather"}))
 
 
 @pytest.mark.full
@@ -334,6 +279,4 @@ def compiled(rank: int, cfgs: Sequence[Config], world: int) -> Any:
 def test_compiled_blocks(pool: WorkerPool, comm: str, recompute: str) -> None:
     """Attention runs outside of the compiled code."""
     model = replace(LLAMA, num_layers=1)
-    cfg = config(model, 1, {"cp": 2, "cp_comm": comm}, compile=True, ops="torch", recompute=recompute)
-    ranks = pool.run(2, compiled, [cfg], 2)
-    assert_same([rank[0] for rank in ranks], scaled(jobs.make_config(model)), f"compiled {comm} {recompute}")
+    check_compiled(pool, 2, config(model, 1, {"cp": 2, "cp_comm": comm}, recompute=recompute))

@@ -27,7 +27,7 @@ from megalite.extras.inference.load import find_weights, load_model
 from megalite.extras.inference.score import Scorer, scoring_config
 from megalite.extras.saved_model import resolve_checkpoint
 from megalite.runtime.options.fields import GROUPS
-from tests.parity.test_resume import losses, train
+from tests.parity.runs import losses, train
 from tests.ranks import ROOT
 from tests.unit.checkpoint.jobs import whole_tensors
 from tests.workers import WorkerPool

@@ -13,7 +13,7 @@ from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.checkpoint.manifest import commit_text
 from megalite.runtime.data.blend import BlendOrder
 from megalite.runtime.start import resume, start
-from tests.parity.test_resume import MODEL, losses, train
+from tests.parity.runs import MODEL, losses, train
 from tests.workers import WorkerPool
 
 

@@ -15,35 +15,16 @@ import torch
 from megalite.core.base.errors import UserError
 from megalite.core.model.parameters import param_map
 from megalite.core.ops import delta_rule
-from megalite.core.parts.families import FAMILIES
-from tests.parity import jobs, test_documents, test_experts, test_latents, test_multi_token
-from tests.parity.test_experts import Row, Shape, ranks_of
-from tests.parity.test_latents import errors
-from tests.parity.test_oracle import STARTS, train_packed
-from tests.parity.test_zero import config, one_process, scaled, trained
+from tests.parity import jobs, packed
+from tests.parity.harness import Grid, check, check_rounding, ranks_of
+from tests.parity.models import DELTA_NETS, HYBRID, NEXT
+from tests.parity.oracle import STARTS, train_packed
+from tests.parity.packed import weighted
 from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
-# A large epsilon: where query and key are nearly orthogonal, a norm magnifies the roundings of values near 0.
-SIZES: dict[str, Any] = {
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
-    "linear_conv_kernel_dim": 3,
-    "norm_eps": 0.1,
-    "init_std": 0.2,
-}
-HYBRID = jobs.llama(**SIZES, linear_attention_freq=2, attention_output_gate=True)
 FEW = dataclasses.replace(HYBRID, linear_num_key_heads=2, linear_num_value_heads=2)  # fewer than ranks
-NEXT = jobs.llama(
-    **FAMILIES["qwen3_next"].options
-    | SIZES
-    | {"linear_attention_freq": 3, "rope_fraction": 0.5, "num_experts": 8, "moe_topk": 3, "moe_ffn_size": 24}
-    | {"moe_shared_ffn_size": 16, "head_dim": 8}
-)
 
-Grid = dict[Shape, list[Row]]
 STRONG: Grid = {
     ranks_of(4, cp=2, tp=2): [(HYBRID, 3, {}, {"recompute": "selective", "micro_batch_size": 2})],
 }
@@ -98,42 +79,37 @@ def _pool(pool: WorkerPool) -> Any:
     return SimpleNamespace(run=lambda world, job, *args: pool.run(world, in_short_chunks, job, *args))
 
 
-def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
-    for experts, compare in ((False, test_latents.check), (True, test_experts.check)):
-        if mine := [row for row in rows if (row[0] is NEXT) == experts]:
-            compare(pool, shape, mine)
-
-
 test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 # Multi-token prediction. Of 4 layers the third has attention, and so has a module: the last is a delta net.
-TWO_AHEAD = dataclasses.replace(HYBRID, linear_attention_freq=3, mtp_num_layers=2)
+BOTH_AHEAD = dataclasses.replace(HYBRID, linear_attention_freq=3, mtp_num_layers=2)
 ONE_AHEAD = dataclasses.replace(NEXT, mtp_num_layers=1)
-AHEAD: test_multi_token.Grid = {
-    ranks_of(4, cp=2, ep=2): [(ONE_AHEAD, 3, {}, {"recompute": "selective"}, False)],
-    ranks_of(4, tp=2, pp=2): [(TWO_AHEAD, 1, {"schedule": "zb-h1"}, {}, True)],
+PACKED = {"data": weighted}
+MODULES: Grid = {
+    ranks_of(4, cp=2, ep=2): [(ONE_AHEAD, 3, {}, {"recompute": "selective"})],
+    ranks_of(4, tp=2, pp=2): [(BOTH_AHEAD, 1, {"schedule": "zb-h1"}, PACKED)],
 }
-AHEAD_GRID: test_multi_token.Grid = {
-    ranks_of(2): [(TWO_AHEAD, 3, {}, {"recompute": "full"}, True)],
+MODULES_GRID: Grid = {
+    ranks_of(2): [(BOTH_AHEAD, 3, {}, PACKED | {"recompute": "full"})],
     ranks_of(2, tp=2): [
-        (TWO_AHEAD, 1, {"sequence_parallel": False}, {"loss_chunk": 5}, True),
-        (ONE_AHEAD, 1, {}, {"recompute": "full"}, False),
+        (BOTH_AHEAD, 1, {"sequence_parallel": False}, PACKED | {"loss_chunk": 5}),
+        (ONE_AHEAD, 1, {}, {"recompute": "full"}),
     ],
     ranks_of(2, pp=2): [
-        (ONE_AHEAD, 1, {"schedule": "zb-v", "vp": 2}, {"recompute": "selective"}, False),
-        (TWO_AHEAD, 1, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}, True),
+        (ONE_AHEAD, 1, {"schedule": "zb-v", "vp": 2}, {"recompute": "selective"}),
+        (BOTH_AHEAD, 1, {"schedule": "interleaved", "vp": 2}, PACKED | {"recompute": "full"}),
     ],
-    ranks_of(2, ep=2): [(ONE_AHEAD, 3, {}, {"recompute": "full"}, False)],
-    ranks_of(4, tp=2, pp=2): [(ONE_AHEAD, 3, {}, {}, False)],
-    ranks_of(4, cp=2, tp=2): [(TWO_AHEAD, 1, {}, {"micro_batch_size": 2}, False)],
-    ranks_of(4, cp=2, pp=2): [(ONE_AHEAD, 1, {"schedule": "zb-h1"}, {}, False)],
-    ranks_of(4, cp=4): [(TWO_AHEAD, 1, {}, {"recompute": "full"}, False)],
+    ranks_of(2, ep=2): [(ONE_AHEAD, 3, {}, {"recompute": "full"})],
+    ranks_of(4, tp=2, pp=2): [(ONE_AHEAD, 3, {}, {})],
+    ranks_of(4, cp=2, tp=2): [(BOTH_AHEAD, 1, {}, {"micro_batch_size": 2})],
+    ranks_of(4, cp=2, pp=2): [(ONE_AHEAD, 1, {"schedule": "zb-h1"}, {})],
+    ranks_of(4, cp=4): [(BOTH_AHEAD, 1, {}, {"recompute": "full"})],
 }
-test_same_gradients_with_modules, test_grid_with_modules = layout_tests(test_multi_token.check, AHEAD, AHEAD_GRID)
+test_same_gradients_with_modules, test_grid_with_modules = layout_tests(check, MODULES, MODULES_GRID)
 
 
 def test_modules_have_attention_whatever_the_last_layer_is() -> None:
-    for cfg in (TWO_AHEAD, ONE_AHEAD):
+    for cfg in (BOTH_AHEAD, ONE_AHEAD):
         assert [i for i in range(cfg.mtp_layers.stop) if cfg.is_delta_net(i)] == [0, 1, 3]
         names = {name for name in param_map(cfg) if name.startswith("layers.4.self_attn.")}
         assert names == {name.replace("2", "4") for name in param_map(cfg) if name.startswith("layers.2.self_attn.")}
@@ -141,17 +117,12 @@ def test_modules_have_attention_whatever_the_last_layer_is() -> None:
 
 @pytest.mark.full
 def test_bf16_rounds_no_worse_under_cp(pool: WorkerPool) -> None:
-    exact, rounded = (scaled(jobs.make_config(HYBRID, precision=precision)) for precision in ("fp32", "bf16"))
-    _, gradients = one_process(exact)
-    alone = errors([trained(0, [rounded], 1)], gradients)
-    for layout in ({"cp": 2, "tp": 2}, {"cp": 4}):
-        under_cp = errors(pool.run(4, trained, [config(HYBRID, 1, layout, precision="bf16")], 4), gradients)
-        assert 0 < under_cp < 1.2 * alone, layout
+    check_rounding(pool, HYBRID, [{"cp": 2, "tp": 2}, {"cp": 4}])
 
 
 def test_every_gradient_of_packed_documents(pool: WorkerPool) -> None:
     cfg = jobs.make_config(HYBRID, {"cp": 2, "tp": 2}, recompute="selective", micro_batch_size=2)
-    test_documents.assert_same(pool, 4, [cfg])
+    packed.check(pool, 4, [cfg])
 
 
 def packed_logits(model: Any, starts: np.ndarray) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -176,9 +147,9 @@ def packed_logits(model: Any, starts: np.ndarray) -> tuple[torch.Tensor, list[to
 
 
 def test_packed_documents_are_as_if_alone() -> None:
-    packed, alone = packed_logits(HYBRID, STARTS[:2])
+    together, alone = packed_logits(HYBRID, STARTS[:2])
     for sample, expected in enumerate(alone):
-        torch.testing.assert_close(packed[:, sample], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(together[:, sample], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_states_go_on_where_attention_is_in_chunks() -> None:
@@ -225,7 +196,7 @@ def test_what_does_not_fit_is_refused(model: dict[str, Any], more: dict[str, Any
     parallel = {name: value for name, value in more.items() if name in ("tp", "cp")}
     train = {name: value for name, value in more.items() if name not in parallel}
     with pytest.raises(UserError, match=words):
-        jobs.make_config(jobs.llama(**{**SIZES, "linear_attention_freq": 2, **model}), parallel, **train)
+        jobs.make_config(jobs.llama(**{**DELTA_NETS, "linear_attention_freq": 2, **model}), parallel, **train)
 
 
 @pytest.mark.full

@@ -14,9 +14,8 @@ import pytest
 
 from megalite.core.options.model import ModelConfig
 from megalite.runtime.checkpoint.manifest import commit_text
-from tests.parity import jobs, test_delta_nets, test_latents, test_multi_token, test_resume
-from tests.parity.test_experts import MIXTRAL, QWEN, Row, Shape, ranks_of
-from tests.parity.test_zero import assert_same, config, scaled, trained
+from tests.parity import jobs, models, runs
+from tests.parity.harness import Grid, assert_same, check, in_one_process, one_process, ranks_of, scaled, trained
 from tests.rows import always_run, layout_tests
 from tests.workers import WorkerPool
 
@@ -29,14 +28,13 @@ def dropped(model: ModelConfig) -> ModelConfig:
 GPT2, LLAMA = dropped(jobs.gpt2()), dropped(jobs.llama())
 GEMMA2 = dropped(jobs.gemma2(attention_softcap=0.5, logit_softcap=5.0))
 # Heads for two of four ranks; scores of heads that have no value; each layer's own limits.
-FEW_HEADS = dropped(jobs.llama(num_heads=2, num_kv_heads=2, head_dim=16))
+FEW_HEADS = dropped(models.FEW_HEADS)
 SINKS = dropped(jobs.llama(attention_sinks=True, window=9, window_pattern=2))
-EXPERTS, SHARED = dropped(MIXTRAL), dropped(QWEN)
-LATENT, LITE = dropped(test_latents.LATENT), dropped(test_latents.LITE)
-HYBRID, NEXT = dropped(test_delta_nets.HYBRID), dropped(test_delta_nets.NEXT)
-AHEAD = dropped(test_multi_token.TWO)
+EXPERTS, SHARED = dropped(models.MIXTRAL), dropped(models.QWEN)
+LATENT, LITE = dropped(models.LATENT), dropped(models.LITE)
+HYBRID, NEXT = dropped(models.HYBRID), dropped(models.NEXT)
+AHEAD = dropped(models.TWO_AHEAD)
 
-Grid = dict[Shape, list[Row]]
 STRONG: Grid = {
     ranks_of(4): [
         (GPT2, 0, {}, {}),
@@ -93,23 +91,13 @@ GRID: Grid = {
         (GPT2, 1, {"schedule": "zb-h1"}, {"recompute": "full", "micro_batch_size": 2}),
         (GEMMA2, 3, {"schedule": "1f1b", "sequence_parallel": False}, {}),
     ],
+    ranks_of(4, tp=2, pp=2): [(LATENT, 1, {"schedule": "zb-h1"}, {"recompute": "selective"})],
     ranks_of(8, tp=2, pp=2, ep=2): [(SHARED, 1, {"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2})],
     ranks_of(8, tp=2, pp=2, cp=2): [
         (GPT2, 2, {"schedule": "zb-v", "vp": 2, "cp_comm": "a2a"}, {"micro_batch_size": 2}),
         (AHEAD, 1, {"schedule": "interleaved", "vp": 2, "cp_comm": "gather"}, {}),
     ],
 }
-
-
-def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
-    world, layout = shape
-    cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
-    ranks = pool.run(world, trained, cfgs, world)
-    for i, (model, zero, more, train) in enumerate(rows):
-        # Routers balance a micro-batch; what else there is does not know of them.
-        size = cfgs[i].train.micro_batch_size if model.num_experts else 1
-        single = scaled(jobs.make_config(model, micro_batch_size=size))
-        assert_same([rank[i] for rank in ranks], single, f"{shape} {model.arch} zero {zero} {more} {train}")
 
 
 test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
@@ -120,7 +108,7 @@ def test_micro_batch_size_changes_nothing(size: int) -> None:
     """Masks are those of samples, whichever samples a pass has beside them."""
     for model in (GPT2, GEMMA2):
         cfg = scaled(jobs.make_config(model, micro_batch_size=size))
-        assert_same(trained(0, [cfg], 1), scaled(jobs.make_config(model)), f"micro-batches of {size}")
+        assert_same(trained(0, [cfg], 1), one_process(in_one_process(cfg)), f"micro-batches of {size}")
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -144,19 +132,19 @@ HALVES: list[list[tuple[int, list[str]]]] = [
 def test_a_resume_on_other_replicas_is_the_run_that_never_stopped(
     pool: WorkerPool, tmp_path: Path, halves: list[tuple[int, list[str]]]
 ) -> None:
-    model = [*test_resume.MODEL, "--attention-dropout", "0.1"]
-    test_resume.train(0, [*model, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], 1)
+    model = [*runs.MODEL, "--attention-dropout", "0.1"]
+    runs.train(0, [*model, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], 1)
     for (world, options), steps in zip(halves, ("3", "6")):
         arguments: list[Any] = [*model, *options, "--train-steps", steps, "--run-dir", str(tmp_path / "b")]
-        pool.run(world, test_resume.train, arguments, world)
-    (_, *want), (_, *got) = (zip(*test_resume.losses(tmp_path / run)) for run in "ab")
+        pool.run(world, runs.train, arguments, world)
+    (_, *want), (_, *got) = (zip(*runs.losses(tmp_path / run)) for run in "ab")
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 def test_a_checkpoint_with_other_masks_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Once: what is saved after that has these masks."""
-    flags = [*test_resume.MODEL, "--run-dir", str(tmp_path / "run")]
-    test_resume.train(0, [*flags, "--train-steps", "1"], 1)
+    flags = [*runs.MODEL, "--run-dir", str(tmp_path / "run")]
+    runs.train(0, [*flags, "--train-steps", "1"], 1)
     folder = tmp_path / "run" / "checkpoints" / "step_00000001"
     content = json.loads((folder / "manifest.json").read_text())
     assert content["meta"].pop("mask_version") == 2
@@ -170,6 +158,6 @@ def test_a_checkpoint_with_other_masks_says_so(tmp_path: Path, capfd: pytest.Cap
         ("run", "--train-steps", "3"),
     ):
         capfd.readouterr()
-        test_resume.train(0, [*flags, "--run-dir", str(tmp_path / run), *options], 1)
+        runs.train(0, [*flags, "--run-dir", str(tmp_path / run), *options], 1)
         said.append("dropout masks" in capfd.readouterr().err)
     assert said == [False, True, False]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,41 +12,33 @@ import torch
 
 from megalite.core.model.parameters import param_map
 from megalite.core.ops import Ops
-from megalite.core.options.model import ModelConfig
 from megalite.core.options.rates import rates_at
 from megalite.core.sharding import Shard
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.test_zero import assert_close, config, put_together, scaled, trained
+from tests.parity.harness import (
+    Grid,
+    assert_same,
+    assert_same_bits,
+    boxes_of,
+    check,
+    check_compiled,
+    check_mistake,
+    config,
+    one_process,
+    put_together,
+    ranks_of,
+    scaled,
+    trained,
+)
+from tests.parity.models import EXPERTS, MIXTRAL, QWEN
 from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
-EXPERTS = {"init_std": 0.12, "num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24}
-LOSSES = {"moe_aux_loss_coeff": 0.02, "moe_z_loss_coeff": 0.001}
-# Balanced by sequence, so that micro-batches of any size have the same gradients.
-MIXTRAL = jobs.llama(**EXPERTS, **LOSSES, moe_router_load_balancing_type="seq_aux_loss")
-# Weights as they are, a gated shared expert, a dense layer; balanced by micro-batch.
-QWEN = jobs.llama(
-    **EXPERTS | {"moe_topk": 3},
-    **LOSSES,
-    moe_renormalize=False,
-    moe_shared_ffn_size=16,
-    moe_shared_gate=True,
-    moe_dense_layers=(1,),
-)
 # One expert of each token, not gated; tied embeddings; no losses of the router.
 SWITCH = jobs.llama(**EXPERTS | {"moe_topk": 1}, moe_renormalize=False, activation="gelu", tie_embeddings=True)
 
-# (world, layout) -> rows that share the start of their ranks: (model, ZeRO, further layout, training options)
-Row = tuple[ModelConfig, int, dict[str, Any], dict[str, Any]]
-Shape = tuple[int, tuple[tuple[str, Any], ...]]
-
-
-def ranks_of(world: int, **layout: Any) -> Shape:
-    return world, tuple(layout.items())
-
-
-STRONG: dict[Shape, list[Row]] = {
+STRONG: Grid = {
     ranks_of(4, ep=2): [
         (MIXTRAL, 1, {}, {}),
         (QWEN, 3, {}, {"recompute": "full"}),
@@ -63,7 +54,7 @@ STRONG: dict[Shape, list[Row]] = {
 }
 
 
-GRID: dict[Shape, list[Row]] = {
+GRID: Grid = {
     ranks_of(2, ep=2): [
         (MIXTRAL, 0, {}, {}),
         (QWEN, 1, {}, {"offload": "optimizer"}),
@@ -114,38 +105,6 @@ GRID: dict[Shape, list[Row]] = {
 }
 
 
-@cache
-def one_process(cfg: Config) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
-    """As in one process, where no choice between two experts is so close that rounding could turn it."""
-    from megalite.core.parts.ffn.experts.routing import Router
-
-    gaps: list[float] = []
-    logits_of = Router.forward
-
-    def forward(self: Router, x: torch.Tensor) -> torch.Tensor:
-        logits = logits_of(self, x)
-        best = logits.detach().topk(self.k + 1).values
-        gaps.append((best[:, -2] - best[:, -1]).min().item())
-        return logits
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Router, "forward", forward)
-        ((steps, boxes),) = trained(0, [cfg], 1)
-    assert min(gaps) > 1e-5
-    return steps, put_together([boxes])
-
-
-def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
-    world, layout = shape
-    cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
-    ranks = pool.run(world, trained, cfgs, world)
-    for i, (model, zero, more, train) in enumerate(rows):
-        size = cfgs[i].train.micro_batch_size
-        single = scaled(jobs.make_config(model, precision=train.get("precision", "fp32"), micro_batch_size=size))
-        what = f"{shape} zero {zero} {more} {train}"
-        assert_close([rank[i] for rank in ranks], *one_process(single), what)
-
-
 test_same_gradients_wherever_experts_live, test_grid = layout_tests(check, STRONG, GRID)
 
 
@@ -153,30 +112,9 @@ def test_the_grid_is_wide() -> None:
     assert sum(map(len, [*STRONG.values(), *GRID.values()])) >= 30
 
 
-def assert_bitwise(results: Sequence[Any]) -> None:
-    """Loss, norm and gradients of each rank are the same in all rows."""
-    for rank in results:
-        steps, boxes = rank[0]
-        for other_steps, others in rank[1:]:
-            assert other_steps == steps
-            for name, (_, held) in boxes.items():
-                for (_, part), (_, other) in zip(held, others[name][1], strict=True):
-                    assert np.array_equal(part, other), name
-
-
 def test_recomputation_repeats_every_choice(pool: WorkerPool) -> None:
     cfgs = [config(QWEN, 1, {"ep": 2, "tp": 2}, recompute=recompute) for recompute in ("none", "selective", "full")]
-    assert_bitwise(pool.run(4, trained, cfgs, 4))
-
-
-def compiled(rank: int, cfgs: Sequence[Config], world: int) -> Any:
-    """`trained`, its blocks traced by torch.compile once and for all micro-batches."""
-    import torch._dynamo.config as dynamo
-
-    torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patch, dynamo.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        return trained(rank, cfgs, world)
+    assert_same_bits(pool.run(4, trained, cfgs, 4))
 
 
 @pytest.mark.parametrize(
@@ -185,9 +123,7 @@ def compiled(rank: int, cfgs: Sequence[Config], world: int) -> Any:
 )
 def test_compiled_blocks(pool: WorkerPool, layout: dict[str, Any], train: dict[str, Any]) -> None:
     """Experts run outside of the compiled code, with the pass of their micro-batch."""
-    model = replace(MIXTRAL, num_layers=1)
-    ranks = pool.run(2, compiled, [config(model, 1, layout, micro_batch_size=1, compile=True, ops="torch", **train)], 2)
-    assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(model))), f"compiled {layout}")
+    check_compiled(pool, 2, config(replace(MIXTRAL, num_layers=1), 1, layout, micro_batch_size=1, **train))
 
 
 @pytest.mark.full
@@ -197,8 +133,8 @@ def test_schedules_are_bitwise_the_same(pool: WorkerPool) -> None:
     schedules += [{"schedule": name, "vp": 2} for name in ("interleaved", "zb-v")]
     cfgs = [config(MIXTRAL, 1, {"ep": 2, "pp": 2, **schedule}) for schedule in schedules]
     ranks = pool.run(4, trained, cfgs, 4)
-    assert_bitwise([rank[:2] for rank in ranks])
-    expected, *others = [put_together([rank[i][1] for rank in ranks]) for i in range(len(cfgs))]
+    assert_same_bits([rank[:2] for rank in ranks])
+    expected, *others = [put_together([rank[i].gradients for rank in ranks]) for i in range(len(cfgs))]
     for gradients, schedule in zip(others, schedules[1:]):
         for name, gradient in expected.items():
             assert np.array_equal(gradients[name], gradient), f"{schedule} {name}"
@@ -206,17 +142,15 @@ def test_schedules_are_bitwise_the_same(pool: WorkerPool) -> None:
 
 def test_balance_by_sequence_does_not_know_micro_batches() -> None:
     for model, same in ((MIXTRAL, True), (QWEN, False)):
-        steps, gradients = one_process(scaled(jobs.make_config(model, micro_batch_size=1)))
-        for size in (2, 4):
-            more_steps, more = one_process(scaled(jobs.make_config(model, micro_batch_size=size)))
-            np.testing.assert_allclose(more_steps[0], steps[0], rtol=1e-5 if same else 1e-2)
-            router = "layers.0.mlp.router.weight"
-            close = np.allclose(more[router], gradients[router], rtol=1e-4, atol=1e-5 * np.abs(gradients[router]).max())
-            assert close == same, (size, same)
+        by_size = [one_process(scaled(jobs.make_config(model, micro_batch_size=size))) for size in (1, 2, 4)]
+        router = "layers.0.mlp.router.weight"
+        gradients, *others = (put_together([result.gradients])[router] for result in by_size)
+        for result, more in zip(by_size[1:], others):
+            np.testing.assert_allclose(result.steps[0], by_size[0].steps[0], rtol=1e-5 if same else 1e-2)
+            assert np.allclose(more, gradients, rtol=1e-4, atol=1e-5 * np.abs(gradients).max()) == same
 
 
-def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any:
-    """`trained`, wrong in one way."""
+def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
     from types import SimpleNamespace
 
     from megalite.core.mesh.collectives import FinishedWork
@@ -226,13 +160,12 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
     from megalite.core.parts.ffn.experts.dispatch import AllToAll
     from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear
 
-    (parallel,) = {cfg.parallel for cfg in cfgs}
     balance, way, axes = routing.Router._balance, AllToAll.__init__, Shard.reduce.fget
     spread, declared, init = moe.copy_to, kind._router, GroupedLinear.__init__
 
     def divided(self: Any, *args: Any) -> Any:
         loss, counts = balance(self, *args)
-        return loss / parallel.cp, counts
+        return loss / cfg.parallel.cp, counts
 
     def by_stride(self: AllToAll, ids: torch.Tensor, num: int, ep: Any, ops: Ops) -> None:
         way(self, ids % ep.size * (num // ep.size) + ids // ep.size, num, ep, ops)
@@ -241,13 +174,13 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
         return (*axes(self), *(("ep",) if "ep" in self.layout.grid.names else ()))
 
     def averaged(main_grad: torch.Tensor, dy: torch.Tensor, *rest: Any) -> None:
-        grouped_wgrad(main_grad, dy / parallel.ep, *rest)
+        grouped_wgrad(main_grad, dy / cfg.parallel.ep, *rest)
 
     def averaging(self: Any, *args: Any) -> None:
         init(self, *args)
         self.products = type(self.products)(replace(self.products.ops, grouped_wgrad=averaged))
 
-    wrong: dict[str, tuple[Any, str, Any]] = {
+    return {
         "weights without the copy": (moe, "copy_to", lambda x, tp: x if x.shape[-1] == 2 else spread(x, tp)),
         "router not summed over tp": (kind, "_router", lambda *args: replace(declared(*args), partial=())),
         "balance divided by cp": (routing.Router, "_balance", divided),
@@ -260,34 +193,23 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
         "experts summed over dp": (Shard, "reduce", property(over_dp)),
         "experts by stride": (AllToAll, "__init__", by_stride),
     }
-    with pytest.MonkeyPatch.context() as patch:
-        # Copies drift apart; figures must show the mistake by themselves.
-        patch.setattr(jobs, "check_copies", lambda engine: None)
-        patch.setattr(*wrong[fault])
-        param_map.cache_clear()
-        try:
-            return trained(rank, cfgs, world)
-        finally:
-            param_map.cache_clear()
 
 
-FAULTS: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
-    "weights without the copy": (2, MIXTRAL, {"tp": 2, "sequence_parallel": False}),
-    "router not summed over tp": (2, MIXTRAL, {"tp": 2}),
-    "balance divided by cp": (2, MIXTRAL, {"cp": 2}),
-    "counts of one rank": (2, MIXTRAL, {"cp": 2}),
-    "experts averaged by ep": (2, MIXTRAL, {"ep": 2}),
-    "experts summed over dp": (4, MIXTRAL, {"ep": 2}),
-    "experts by stride": (2, MIXTRAL, {"ep": 2}),
+MISTAKES: dict[str, tuple[int, dict[str, Any]]] = {
+    "weights without the copy": (2, {"tp": 2, "sequence_parallel": False}),
+    "router not summed over tp": (2, {"tp": 2}),
+    "balance divided by cp": (2, {"cp": 2}),
+    "counts of one rank": (2, {"cp": 2}),
+    "experts averaged by ep": (2, {"ep": 2}),
+    "experts summed over dp": (4, {"ep": 2}),
+    "experts by stride": (2, {"ep": 2}),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
-    world, model, parallel = FAULTS[fault]
-    ranks = pool.run(world, with_fault, fault, [config(model, 1, parallel, micro_batch_size=1)], world)
-    with pytest.raises(AssertionError):
-        assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(model))), fault)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_of_others_show(pool: WorkerPool, mistake: str) -> None:
+    world, parallel = MISTAKES[mistake]
+    check_mistake(pool, mistakes, mistake, world, config(MIXTRAL, 1, parallel, micro_batch_size=1))
 
 
 def unused(rank: int, cfgs: Any, world: int, run: Any = trained) -> Any:
@@ -306,11 +228,11 @@ def unused(rank: int, cfgs: Any, world: int, run: Any = trained) -> Any:
 
 
 def test_experts_and_ranks_without_a_token(pool: WorkerPool) -> None:
-    ((steps, boxes),) = unused(0, [scaled(jobs.make_config(MIXTRAL))], 1)
-    gradients = put_together([boxes])
+    (alone,) = unused(0, [scaled(jobs.make_config(MIXTRAL))], 1)
     for zero, dispatch in ((1, "alltoall"), (3, "allgather")):
         ranks = pool.run(4, unused, [config(MIXTRAL, zero, {"ep": 4, "moe_dispatch": dispatch})], 4)
-        assert_close([rank[0] for rank in ranks], steps, gradients, f"zero {zero}, {dispatch}")
+        assert_same([rank[0] for rank in ranks], alone, f"zero {zero}, {dispatch}")
+    gradients = put_together([alone.gradients])
     for name in ("gate_up_proj", "down_proj"):
         held = gradients[f"layers.2.mlp.experts.{name}.weight"]
         assert np.abs(held[:4]).min((1, 2)).shape == (4,)
@@ -367,7 +289,7 @@ def test_a_crowded_rank_keeps_the_inputs_of_its_experts(pool: WorkerPool) -> Non
     shares = []
     for rank in pool.run(4, crowded, [config(QWEN, 1, layout) for layout in layouts], 4):
         for narrow, kept, wide, all_kept in (rank[:4], rank[4:]):
-            assert_bitwise([[narrow, wide]])
+            assert_same_bits([[narrow, wide]])
             shares.append(kept / all_kept)
     # On the ranks with fewer rows than they send, nothing changes.
     assert max(shares) == 1.0
@@ -421,13 +343,7 @@ def test_figures_of_the_routers(pool: WorkerPool, skewed: bool) -> None:
 def masters(rank: int, cfg: Config, world: int) -> Any:
     """What this rank owns of the weights after two steps."""
     engine = jobs.start(rank, cfg, world)
-    steps = jobs.run_steps(engine, 2)
-    boxes: Any = {}
-    for state in engine.optimizer.states():
-        if state.role == "master" and state.is_owner:
-            held = boxes.setdefault(state.name, (state.shape, []))[1]
-            held += [(b.index, state.flat[b.at : b.at + b.numel].view(b.shape).numpy().copy()) for b in state.slices]
-    return steps, boxes
+    return jobs.run_steps(engine, 2), boxes_of(engine, "master")
 
 
 def test_clipping_knows_the_norm_of_all_experts(pool: WorkerPool) -> None:

@@ -16,10 +16,9 @@ from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.test_oracle import train_plainly
+from tests.parity.oracle import train_plainly
 from tests.rows import always_run
-from tests.unit.checkpoint.hf_models import load_model, make_model
-from tests.unit.checkpoint.test_hf import read_all
+from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
 from tests.workers import WorkerPool
 
 FAMILIES, STEPS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), 3

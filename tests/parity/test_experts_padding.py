@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,19 @@ from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.test_bias import BIASED, biases_of
-from tests.parity.test_experts import MIXTRAL, QWEN, Row, Shape, ranks_of
-from tests.parity.test_zero import Gradients, boxes_of, config, put_together, scaled
+from tests.parity.harness import (
+    Grid,
+    biases_of,
+    boxes_of,
+    check,
+    check_mistake,
+    config,
+    one_process,
+    put_together,
+    ranks_of,
+    scaled,
+)
+from tests.parity.models import BIASED, MIXTRAL, QWEN
 from tests.rows import layout_tests
 from tests.unit.checkpoint.hf_models import make_model
 from tests.workers import WorkerPool
@@ -154,36 +163,13 @@ def test_biases_move_by_the_tokens_that_are_not_padding(tmp_path: Path) -> None:
 
 # The module of further tokens has a router of its own.
 FURTHER = replace(BIASED, mtp_num_layers=1)
-STRONG: dict[Shape, list[Row]] = {
-    ranks_of(4, ep=2, tp=2): [
-        (MIXTRAL, 1, {}, {"recompute": "full"}),
-        (BIASED, 3, {"sequence_parallel": False}, {"micro_batch_size": 2}),
-    ],
-    ranks_of(4, ep=2, pp=2): [(FURTHER, 1, {"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2})],
-    ranks_of(4, ep=4, cp=2): [(QWEN, 1, {}, {"micro_batch_size": 2}), (FURTHER, 1, {}, {})],
-}
-GRID: dict[Shape, list[Row]] = {
-    ranks_of(2): [(FURTHER, 2, {}, {"micro_batch_size": 4}), (MIXTRAL, 0, {}, {"loss_chunk": 5})],
-    # A rank has padding alone.
-    ranks_of(8, ep=4): [
-        (MIXTRAL, 1, {}, {"micro_batch_size": 1}),
-        (BIASED, 3, {}, {"recompute": "selective", "micro_batch_size": 1}),
-    ],
-    ranks_of(4, ep=4, tp=2, etp="1"): [(FURTHER, 3, {}, {"recompute": "full"}), (MIXTRAL, 1, {}, {})],
-    ranks_of(4, cp=4): [(FURTHER, 1, {"cp_comm": "ring"}, {})],
-    ranks_of(8, ep=2, tp=2, pp=2): [
-        (FURTHER, 1, {"schedule": "interleaved", "vp": 2}, {"micro_batch_size": 2}),
-        (QWEN, 1, {"schedule": "zb-h1"}, {"micro_batch_size": 4}),
-    ],
-    ranks_of(8, ep=2, cp=2, tp=2): [(FURTHER, 1, {}, {}), (MIXTRAL, 3, {"sequence_parallel": False}, {})],
-}
 # Tokens of the documents of each sample: full, with padding, or nothing else.
 LENGTHS = ((16,), (5, 9), (), (7,), (3, 4, 2), (1,), (12, 4), (6,))
 
 
-def packed() -> Rows:
+def padded(step: int = 1) -> Rows:
     """Documents behind each other and padding, some targets not learned, the others with weights of their own."""
-    rng, shape = np.random.default_rng(4), (jobs.BATCH, jobs.SEQ)
+    rng, shape = np.random.default_rng(3 + step), (jobs.BATCH, jobs.SEQ)
     inputs, starts = rng.integers(0, jobs.VOCAB, shape), np.zeros(shape, np.int64)
     weights = rng.choice([0.0, 0.01, 0.5], shape).astype(np.float32)
     padding = np.arange(jobs.SEQ) >= np.array([[sum(lengths)] for lengths in LENGTHS])
@@ -194,71 +180,34 @@ def packed() -> Rows:
     return Rows(np.where(padding, 0, inputs), targets, starts, weights, padding)
 
 
-Result = tuple[dict[str, float], Gradients, np.ndarray, dict[str, np.ndarray]]
-
-
-def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Result]:
-    """By config, of one step: figures, boxes of the gradients, tokens of each expert, biases after it."""
-    from megalite.core.step import train_step
-
-    out = []
-    for engine in jobs.engines(cfgs, world):
-        jobs.spoil_gradients(engine)
-        dp, rows = engine.ctx.dp, packed()
-        size = len(rows) // dp.size
-        result = train_step(engine, rows[dp.rank * size : (dp.rank + 1) * size], 1)
-        routing = result.figures["routing"]
-        figures = {"loss": result.loss, "norm": result.grad_norm, **routing.record(by_layer=True)}
-        figures |= {f"mtp {k}": loss for k, loss in enumerate(result.figures.get("mtp", ()))}
-        out.append((figures, boxes_of(engine), routing.tokens.numpy(), biases_of(engine)))
-    return out
-
-
-@cache
-def one_process(cfg: Config) -> Result:
-    """As in one process, where no choice of an expert is so close that rounding could turn it."""
-    from megalite.core.parts.ffn.experts.routing import Router
-
-    gaps, choose = [], Router._choose
-
-    def noted(self: Router, scores: torch.Tensor) -> torch.Tensor:
-        best = scores.topk(self.k + 1).values
-        gaps.append((best[:, -2] - best[:, -1]).min().item())
-        return choose(self, scores)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Router, "_choose", noted)
-        (result,) = trained(0, [cfg], 1)
-    assert min(gaps) > 1e-6
-    return result
-
-
-def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
-    world, layout = shape
-    cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
-    ranks = pool.run(world, trained, cfgs, world)
-    for i, (model, zero, more, train) in enumerate(rows):
-        single = scaled(jobs.make_config(model, micro_batch_size=cfgs[i].train.micro_batch_size))
-        assert_close([rank[i] for rank in ranks], single, f"{shape} zero {zero} {more} {train}")
-
-
-def assert_close(ranks: Sequence[Result], single: Config, what: str) -> None:
-    figures, boxes, tokens, biases = one_process(single)
-    for got, _, counts, moved in ranks:
-        assert got == pytest.approx(figures, rel=1e-5), what
-        assert np.array_equal(counts, tokens), what
-        assert all(np.array_equal(bias, biases[name]) for name, bias in moved.items()), what
-    held = put_together([boxes for _, boxes, *_ in ranks])
-    for name, expected in put_together([boxes]).items():
-        atol = 1e-5 * np.abs(expected).max()
-        np.testing.assert_allclose(held[name], expected, rtol=1e-4, atol=atol, err_msg=f"{what}: {name}")
-
-
+PADDED = {"data": padded}
+STRONG: Grid = {
+    ranks_of(4, ep=2, tp=2): [
+        (MIXTRAL, 1, {}, PADDED | {"recompute": "full"}),
+        (BIASED, 3, {"sequence_parallel": False}, PADDED | {"micro_batch_size": 2}),
+    ],
+    ranks_of(4, ep=2, pp=2): [(FURTHER, 1, {"schedule": "zb-v", "vp": 2}, PADDED | {"micro_batch_size": 2})],
+    ranks_of(4, ep=4, cp=2): [(QWEN, 1, {}, PADDED | {"micro_batch_size": 2}), (FURTHER, 1, {}, PADDED)],
+}
+GRID: Grid = {
+    ranks_of(2): [(FURTHER, 2, {}, PADDED | {"micro_batch_size": 4}), (MIXTRAL, 0, {}, PADDED | {"loss_chunk": 5})],
+    # A rank has padding alone.
+    ranks_of(8, ep=4): [
+        (MIXTRAL, 1, {}, PADDED | {"micro_batch_size": 1}),
+        (BIASED, 3, {}, PADDED | {"recompute": "selective", "micro_batch_size": 1}),
+    ],
+    ranks_of(4, ep=4, tp=2, etp="1"): [(FURTHER, 3, {}, PADDED | {"recompute": "full"}), (MIXTRAL, 1, {}, PADDED)],
+    ranks_of(4, cp=4): [(FURTHER, 1, {"cp_comm": "ring"}, PADDED)],
+    ranks_of(8, ep=2, tp=2, pp=2): [
+        (FURTHER, 1, {"schedule": "interleaved", "vp": 2}, PADDED | {"micro_batch_size": 2}),
+        (QWEN, 1, {"schedule": "zb-h1"}, PADDED | {"micro_batch_size": 4}),
+    ],
+    ranks_of(8, ep=2, cp=2, tp=2): [(FURTHER, 1, {}, PADDED), (MIXTRAL, 3, {"sequence_parallel": False}, PADDED)],
+}
 test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
-def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> list[Result]:
-    """`trained`, wrong in one way."""
+def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
     from megalite.core import step
     from megalite.core.parts.ffn.experts.routing import Router
 
@@ -271,27 +220,22 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> lis
     def of_this_rank(engine: Any, rows: Rows) -> Any:
         return torch.tensor(rows.total_weight() / rows.num_tokens()), []
 
-    wrong: dict[str, tuple[Any, str, Any]] = {
+    return {
         "weights of the first shard": (Router, "__init__", first_shard),
         "means over a rank's tokens": (step, "weigh_parts", of_this_rank),
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(*wrong[fault])
-        return trained(rank, cfgs, world)
 
 
 @pytest.mark.parametrize(
-    ("fault", "layout"), [("weights of the first shard", {"tp": 2}), ("means over a rank's tokens", {})]
+    ("mistake", "layout"), [("weights of the first shard", {"tp": 2}), ("means over a rank's tokens", {})]
 )
-def test_mistakes_show(pool: WorkerPool, fault: str, layout: dict[str, Any]) -> None:
-    ranks = pool.run(2, with_fault, fault, [config(MIXTRAL, 1, layout, micro_batch_size=1)], 2)
-    with pytest.raises(AssertionError):
-        assert_close([rank[0] for rank in ranks], scaled(jobs.make_config(MIXTRAL)), fault)
+def test_mistakes_show(pool: WorkerPool, mistake: str, layout: dict[str, Any]) -> None:
+    check_mistake(pool, mistakes, mistake, 2, config(MIXTRAL, 1, layout, micro_batch_size=1), padded)
 
 
 def test_modules_count_what_lies_in_the_document() -> None:
     """Places of 16, 5 + 9, 7, 3 + 4 + 2, 1, 12 + 4 and 6 tokens; one further on, each document has one less."""
-    *_, tokens, _ = one_process(scaled(jobs.make_config(FURTHER)))
+    tokens, *_ = one_process(scaled(jobs.make_config(FURTHER)), padded).tokens
     assert tokens.sum(1).tolist() == [3 * 69] * (len(tokens) - 1) + [3 * (69 - 11)]
 
 
@@ -301,7 +245,7 @@ def test_passes_without_a_token_add_nothing(model: ModelConfig) -> None:
     from megalite.core.step import forward_backward, train_step
 
     engine = jobs.start(0, jobs.make_config(model), 1)
-    rows = packed()
+    rows = padded()
     nothing = replace(rows, targets=np.full_like(rows.targets, -1))
     for batch in (nothing, replace(nothing, padding=np.ones_like(rows.padding))):
         forward_backward(engine, batch, 1, 0.0)

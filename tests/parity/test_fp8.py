@@ -22,18 +22,18 @@ import torch
 from megalite.core.mesh import collectives
 from megalite.core.mesh.grid import Grid
 from megalite.core.optim import make_buckets
+from megalite.core.options.recipe import RECIPES
 from megalite.core.parts.families import FAMILIES
 from megalite.core.parts.options.fp8_options import fp8_layers
 from megalite.core.parts.quant import fp8, fp8_products
-from megalite.core.parts.quant.fp8_recipes import RECIPES
 from megalite.core.parts.quant.weight_codes import WeightCodes
 from megalite.core.step import train_step
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.run import Config
 from megalite.runtime.record import fp8_amax
-from tests.parity import jobs, test_resume
+from tests.parity import jobs, runs
 from tests.rows import always_run
-from tests.unit.tensor_parallel.test_products import BLOCKS, SMALL, plant
+from tests.unit.tensor_parallel.fp8_layers import BLOCKS, SMALL, plant
 from tests.workers import WorkerPool
 
 STEPS = 2
@@ -317,7 +317,7 @@ def evaluated_and_resumed(rank: int, folder: Path, world: int, how: str) -> list
         if how == "weights":
             patch.setattr(make_buckets, "gathers_codes", lambda *args: False)
         given = [*FLAGS, *sizes, *sharded, "--fp8", "blockwise", "--fp8-emulate", "--train-steps"]
-        return [test_resume.train(rank, [*given, steps], world) for steps in ("2", "3")]
+        return [runs.train(rank, [*given, steps], world) for steps in ("2", "3")]
 
 
 @pytest.mark.full
@@ -364,7 +364,7 @@ FP8 = ["--fp8", "mxfp8", "--fp8-emulate"]
 
 def run(folder: Path, steps: int, *flags: str) -> list[dict[str, Any]]:
     """Train in this process; returns the lines of the steps."""
-    test_resume.train(0, [*FLAGS, "--train-steps", str(steps), "--run-dir", str(folder), *flags], 1)
+    runs.train(0, [*FLAGS, "--train-steps", str(steps), "--run-dir", str(folder), *flags], 1)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "event" not in line]
 
@@ -379,14 +379,14 @@ def test_checkpoints_hold_no_fp8(tmp_path: Path) -> None:
     run(tmp_path / "halves", 2, *FP8)
     saved = shards(tmp_path / "halves")
     arguments = [*FLAGS, "--train-steps", "4", "--resume", str(tmp_path / "halves")]
-    test_resume.carried(0, [*arguments, "--run-dir", str(tmp_path / "plain")], 1)
+    runs.carried(0, [*arguments, "--run-dir", str(tmp_path / "plain")], 1)
     assert "--fp8 mxfp8 -> off" in (tmp_path / "plain" / "logs" / "rank_0.log").read_text()
     assert len(saved) == 1
     assert shards(tmp_path / "plain") == saved
     halves = run(tmp_path / "halves", 4, *FP8)
     assert [line["loss"] for line in halves] == [line["loss"] for line in whole]
     back = [*arguments[:-1], str(tmp_path / "plain"), "--run-dir", str(tmp_path / "back")]
-    _, loss = test_resume.carried(0, [*back, *FP8], 1)
+    _, loss = runs.carried(0, [*back, *FP8], 1)
     assert loss == whole[2]["loss"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,31 +10,13 @@ import pytest
 
 from megalite.core.base.errors import UserError
 from megalite.core.options.model import ModelConfig
-from megalite.core.options.rope import RopeScaling
 from megalite.runtime.options.run import Config
-from tests.parity import jobs, test_documents
-from tests.parity.test_experts import Row, Shape, compiled, ranks_of
-from tests.parity.test_zero import assert_same, config, one_process, put_together, scaled, trained
+from tests.parity import jobs, packed
+from tests.parity.harness import Grid, check, check_compiled, check_rounding, config, ranks_of
+from tests.parity.models import LATENT, LATENTS, LITE
 from tests.rows import always_run, layout_tests
 from tests.workers import WorkerPool
 
-HEADS = {"num_kv_heads": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "init_std": 0.1}
-YARN = RopeScaling("yarn", 4.0, 8, mscale=0.7, mscale_all_dim=0.9)
-# Low-rank queries, scores stretched as DeepSeek does.
-LATENT = jobs.llama(kv_lora_rank=16, q_lora_rank=12, rope_scaling=YARN, **HEADS)
-# Queries straight from the hidden states; biases; a dense layer, then experts.
-LITE = jobs.llama(
-    **HEADS,
-    kv_lora_rank=10,
-    qkv_bias=True,
-    o_bias=True,
-    num_experts=4,
-    moe_ffn_size=24,
-    moe_shared_ffn_size=16,
-    moe_dense_layers=(0,),
-)
-
-Grid = dict[Shape, list[Row]]
 STRONG: Grid = {
     ranks_of(4, tp=2, pp=2): [
         (LATENT, 1, {"schedule": "zb-h1"}, {}),
@@ -81,15 +62,6 @@ GRID: Grid = {
 }
 
 
-def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
-    world, layout = shape
-    cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
-    ranks = pool.run(world, trained, cfgs, world)
-    for i, (model, zero, more, train) in enumerate(rows):
-        single = scaled(jobs.make_config(model, micro_batch_size=cfgs[i].train.micro_batch_size))
-        assert_same([rank[i] for rank in ranks], single, f"{shape} zero {zero} {more} {train}")
-
-
 test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
@@ -106,46 +78,14 @@ PACKED: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize("row", always_run(PACKED, PACKED[0]), ids=str)
 def test_packed_documents(pool: WorkerPool, row: tuple[int, dict[str, Any], dict[str, Any]]) -> None:
     world, layout, train = row
-    models = [replace(model, **test_documents.SIZES) for model in (LATENT, LITE)]
-    test_documents.assert_same(pool, world, [jobs.make_config(model, layout, **train) for model in models])
-
-
-DROPOUT = replace(LATENT, hidden_dropout=0.1, attention_dropout=0.1)
-
-
-def test_dropout_is_the_same_under_recompute() -> None:
-    plain, without, *again = (
-        jobs.train(0, jobs.make_config(model, recompute=recompute), 1)
-        for model, recompute in ((DROPOUT, "none"), (LATENT, "none"), (DROPOUT, "selective"), (DROPOUT, "full"))
-    )
-    assert again == [plain, plain]
-    assert not np.allclose(plain, without, rtol=1e-3)
+    models = [replace(model, **packed.SIZES) for model in (LATENT, LITE)]
+    packed.check(pool, world, [jobs.make_config(model, layout, **train) for model in models])
 
 
 @pytest.mark.full
-def test_dropout_is_the_same_under_recompute_and_schedule(pool: WorkerPool) -> None:
-    rows = [({}, "none"), ({"schedule": "zb-h1"}, "selective"), ({"schedule": "zb-v", "vp": 2}, "none")]
-    cfgs = [jobs.make_config(DROPOUT, {"tp": 2, "pp": 2, **layout}, recompute=kept) for layout, kept in rows]
-    for plain, *others in zip(*pool.run(4, losses, cfgs, 4), strict=True):
-        for got in others:
-            np.testing.assert_allclose(got, plain, rtol=1e-5)
-
-
-def errors(ranks: Sequence[Any], exact: dict[str, np.ndarray]) -> float:
-    """Mean over parameters of the relative error of their gradients."""
-    held = put_together([boxes for ((_, boxes),) in ranks])
-    return float(np.mean([np.linalg.norm(held[name] - x) / np.linalg.norm(x) for name, x in exact.items()]))
-
-
-@pytest.mark.full
-def test_half_precision_under_cp(pool: WorkerPool) -> None:
-    """Gradients round no worse than in one process; seen: 0.99 to 1.02 of its errors."""
-    exact, rounded = (scaled(jobs.make_config(LATENT, precision=precision)) for precision in ("fp32", "bf16"))
-    _, gradients = one_process(exact)
-    alone = errors([trained(0, [rounded], 1)], gradients)
-    for layout in ({"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}):
-        under_cp = errors(pool.run(4, trained, [config(LATENT, 1, layout, precision="bf16")], 4), gradients)
-        assert 0 < under_cp < 1.2 * alone, layout
+def test_bf16_rounds_no_worse_under_cp(pool: WorkerPool) -> None:
+    """Seen: 0.99 to 1.02 of the errors of one process."""
+    check_rounding(pool, LATENT, [{"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}])
 
 
 def losses(rank: int, cfgs: list[Config], world: int) -> list[list[float]]:
@@ -175,11 +115,7 @@ COMPILED: list[Any] = [
 def test_compiled_blocks(pool: WorkerPool, row: tuple[int, ModelConfig, dict[str, Any], dict[str, Any]]) -> None:
     """Each block is traced once; latents are gathered outside of the compiled code."""
     world, model, layout, train = row
-    model = replace(model, num_layers=layout.get("pp", 1))
-    cfg = config(model, 1, layout, compile=True, ops="torch", **train)
-    ranks = pool.run(world, compiled, [cfg], world)
-    single = scaled(jobs.make_config(model, micro_batch_size=cfg.train.micro_batch_size))
-    assert_same([rank[0] for rank in ranks], single, f"compiled {row}")
+    check_compiled(pool, world, config(replace(model, num_layers=layout.get("pp", 1)), 1, layout, **train))
 
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -198,7 +134,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("model", "more", "words"), BAD, ids=[words for *_, words in BAD])
 def test_what_does_not_fit_is_refused(model: dict[str, Any], more: dict[str, Any], words: str) -> None:
-    options = {"kv_lora_rank": 16, "head_dim": None, **HEADS, **model}
+    options = {"kv_lora_rank": 16, "head_dim": None, **LATENTS, **model}
     parallel = {name: value for name, value in more.items() if name.startswith("cp")}
     train = {name: value for name, value in more.items() if name not in parallel}
     with pytest.raises(UserError, match=words):

@@ -18,11 +18,11 @@ from megalite.core.optim import low_precision
 from megalite.extras.plan.report import update_rows
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
-from tests.parity import jobs, test_resume
-from tests.parity.test_muon import CUT, MIXTRAL, SMALL, boxes_of
-from tests.parity.test_zero import Gradients, put_together
+from tests.parity import jobs, runs
+from tests.parity.harness import Gradients, boxes_of, put_together
+from tests.parity.matrices import CUT, MIXTRAL, SMALL
 from tests.rows import always_run
-from tests.unit.ops.test_stochastic_round import hashed
+from tests.unit.ops.random_bits import hashed
 from tests.workers import WorkerPool
 
 ROLES = ("master", "exp_avg", "exp_avg_sq", "exp_avg_slow")
@@ -181,12 +181,12 @@ def test_nothing_is_lost_that_rounding_to_the_nearest_loses(monkeypatch: pytest.
 
 def test_checkpoints(tmp_path: Path) -> None:
     """Resumed to the bit; saved in 2 bytes per value; fp32 states are rounded when a run changes, and back."""
-    flags = [*test_resume.MODEL, "--precision", "bf16"]
+    flags = [*runs.MODEL, "--precision", "bf16"]
     states = ["--moments-dtype", "bf16", "--master-dtype", "bf16"]
 
     def run(name: str, steps: int, *more: str) -> str:
         arguments = [*flags, *more, "--train-steps", str(steps), "--run-dir", str(tmp_path / name)]
-        return test_resume.train(0, arguments, 1)[1]
+        return runs.train(0, arguments, 1)[1]
 
     whole_run = run("whole", 4, *states)
     run("halves", 2, *states)
@@ -201,7 +201,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert "--moments-dtype fp32 -> bf16" in log
     assert "--master-dtype bf16 -> fp32" in log
     assert "starts at zero" not in log
-    assert len(test_resume.losses(tmp_path / "mixed")) == 6
+    assert len(runs.losses(tmp_path / "mixed")) == 6
 
 
 def test_refusals() -> None:

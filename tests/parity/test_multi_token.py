@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,29 @@ import megalite
 from megalite.core.base.errors import UserError
 from megalite.core.model.parameters import param_map
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.train import TrainConfig
 from megalite.core.sharding import Shard
 from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.test_experts import Shape, ranks_of
-from tests.parity.test_zero import Gradients, boxes_of, config, put_together, scaled
+from tests.parity.harness import (
+    Grid,
+    assert_same_gradients,
+    check,
+    check_mistake,
+    config,
+    fixed,
+    one_process,
+    ranks_of,
+)
+from tests.parity.models import TWO_AHEAD as TWO
+from tests.parity.packed import Document, weighted, weighted_documents
 from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
-FACTOR = 0.3
+FACTOR = TrainConfig.mtp_loss_scaling_factor
 # Weights so large that every token feels what it sees.
 ONE = jobs.llama(mtp_num_layers=1, init_std=0.1)
-TWO = jobs.llama(mtp_num_layers=2, init_std=0.1)
 TIED = jobs.llama(mtp_num_layers=2, init_std=0.1, tie_embeddings=True)
 SPARSE = jobs.llama(
     mtp_num_layers=1,
@@ -56,36 +65,6 @@ LATENT = jobs.llama(
 MUP = jobs.llama(mtp_num_layers=1, init_std=0.1, mup_base_width=16)
 
 # ------------------------------------------------------------------------------------------------------ plain torch
-
-Document = tuple[np.ndarray, np.ndarray]
-"""Tokens, and the weight of each but the first as a target."""
-LENGTHS = ((5, 9, 2), (3, 13), (17,), (8, 8))
-
-
-def documents() -> list[list[Document]]:
-    """Documents of each sample of a batch, the shortest with no target two tokens ahead; some targets do not count."""
-    rng, out = np.random.default_rng(5), []
-    for i in range(jobs.BATCH):
-        lengths = LENGTHS[i % len(LENGTHS)]
-        tokens = [rng.integers(0, jobs.VOCAB, n) for n in lengths]
-        out.append([(t, rng.choice([0.0, 0.5, 2.0], len(t) - 1)) for t in tokens])
-    return out
-
-
-def packed() -> Rows:
-    """The documents of each sample one after the other, each without its last token as an input, and padding."""
-    rows = []
-    for docs in documents():
-        rows.append(Rows(*(np.full(jobs.SEQ, fill) for fill in (0, -1, 0)), np.ones(jobs.SEQ, np.float32)))
-        at = 0
-        for tokens, weights in docs:
-            here = slice(at, at + len(tokens) - 1)
-            rows[-1].inputs[here], rows[-1].starts[here] = tokens[:-1], at  # type: ignore[index]
-            rows[-1].targets[here] = np.where(weights > 0, tokens[1:], -1)
-            rows[-1].weights[here] = weights  # type: ignore[index]
-            at = here.stop
-        rows[-1].starts[at:] = at  # type: ignore[index]
-    return Rows.stack(rows)
 
 
 def plain() -> list[list[Document]]:
@@ -155,128 +134,71 @@ def by_hand(cfg: ModelConfig, samples: list[list[Document]]) -> tuple[list[float
 
 # ---------------------------------------------------------------------------------------------------------- layouts
 
-Figures = list[tuple[float, ...]]
-
-
-def trained(rank: int, cfgs: Sequence[Config], world: int, packs: Sequence[bool]) -> list[tuple[Figures, Gradients]]:
-    """By config: (loss, losses of further tokens, gradient norm) of two steps; this rank's boxes of the first's
-    gradients.
-    """
-    from megalite.core.step import train_step
-
-    out = []
-    for engine, packs_documents in zip(jobs.engines(cfgs, world), packs):
-        jobs.spoil_gradients(engine)
-        data = [packed() if packs_documents else Rows.of(jobs.batches(1)[0]), Rows.of(jobs.batches(2)[1])]
-        dp, figures, boxes = engine.ctx.dp, [], {}
-        for step, rows in enumerate(data, 1):
-            size = len(rows) // dp.size
-            result = train_step(engine, rows[dp.rank * size : (dp.rank + 1) * size], step)
-            assert not result.skipped
-            figures.append((result.loss, *result.figures["mtp"], result.grad_norm))
-            boxes = boxes or boxes_of(engine)
-        out.append((figures, boxes))
-    return out
-
-
-def with_factor(cfg: Config) -> Config:
-    return jobs.with_train(cfg, mtp_loss_scaling_factor=FACTOR)
-
-
-@cache
-def one_process(cfg: Config, packs: bool) -> tuple[Figures, dict[str, np.ndarray]]:
-    ((figures, boxes),) = trained(0, [cfg], 1, [packs])
-    return figures, put_together([boxes])
-
 
 @pytest.mark.parametrize("packs", [False, True], ids=["samples", "documents"])
 @pytest.mark.parametrize("model", [ONE, TWO, TIED], ids=["one", "two", "tied"])
 def test_one_process_is_plain_torch(model: ModelConfig, packs: bool) -> None:
-    cfg = with_factor(jobs.make_config(model))
-    figures, gradients = one_process(cfg, packs)
-    by_torch, expected = by_hand(model, documents() if packs else plain())
-    np.testing.assert_allclose(figures[0], by_torch, rtol=1e-5)
-    assert gradients.keys() == expected.keys()
+    cfg = jobs.make_config(model)
+    result = one_process(cfg, weighted if packs else fixed)
+    by_torch, expected = by_hand(model, weighted_documents() if packs else plain())
+    (loss, norm), further = result.steps[0], result.reported[0].values()
+    np.testing.assert_allclose([loss, *further, norm], by_torch, rtol=1e-5)
     number = (1 - cfg.optim.beta1) * min(1.0, cfg.optim.clip_grad / (by_torch[-1] + 1e-6))
-    for name, grad in expected.items():
-        want = grad.numpy() * number
-        np.testing.assert_allclose(gradients[name], want, rtol=1e-4, atol=1e-5 * np.abs(want).max(), err_msg=name)
+    gradients = {name: grad.numpy() * number for name, grad in expected.items()}
+    assert_same_gradients([result.gradients], gradients, "by hand")
 
 
-# (world, layout) -> rows: (model, ZeRO, further layout, training options, whether samples hold documents)
-Row = tuple[ModelConfig, int, dict[str, Any], dict[str, Any], bool]
-Grid = dict[Shape, list[Row]]
+PACKED = {"data": weighted}
 STRONG: Grid = {
     ranks_of(4, tp=2, pp=2): [
-        (TWO, 1, {"schedule": "zb-h1"}, {"micro_batch_size": 2}, True),
-        (TIED, 1, {}, {"recompute": "full"}, True),
+        (TWO, 1, {"schedule": "zb-h1"}, PACKED | {"micro_batch_size": 2}),
+        (TIED, 1, {}, PACKED | {"recompute": "full"}),
     ],
-    ranks_of(4, cp=2, ep=2): [(SPARSE, 3, {}, {"recompute": "selective"}, False)],
+    ranks_of(4, cp=2, ep=2): [(SPARSE, 3, {}, {"recompute": "selective"})],
 }
 GRID: Grid = {
     ranks_of(2): [
-        (TWO, 0, {}, {}, True),
-        (TWO, 2, {"zero_reduce": "step"}, {"loss_chunk": 5}, True),
-        (TIED, 3, {"zero_keep": "backward"}, {"recompute": "selective"}, True),
-        (TWO, 3, {"zero_keep": "step"}, {"offload": "optimizer+params", "micro_batch_size": 2}, True),
-        (ONE, 1, {}, {"offload": "activations", "recompute": "full"}, False),
+        (TWO, 0, {}, PACKED),
+        (TWO, 2, {"zero_reduce": "step"}, PACKED | {"loss_chunk": 5}),
+        (TIED, 3, {"zero_keep": "backward"}, PACKED | {"recompute": "selective"}),
+        (TWO, 3, {"zero_keep": "step"}, PACKED | {"offload": "optimizer+params", "micro_batch_size": 2}),
+        (ONE, 1, {}, {"offload": "activations", "recompute": "full"}),
     ],
     ranks_of(2, tp=2): [
-        (TWO, 1, {}, {"loss_chunk": 5}, True),
-        (TIED, 1, {"sequence_parallel": False}, {"recompute": "full"}, True),
-        (LATENT, 1, {}, {}, True),
-        (SPARSE, 1, {"sequence_parallel": False}, {}, False),
-        (ONE, 1, {"overlap_tp_reduce": False, "tp_chunks": 2}, {}, False),
-        (MUP, 1, {}, {}, False),
+        (TWO, 1, {}, PACKED | {"loss_chunk": 5}),
+        (TIED, 1, {"sequence_parallel": False}, PACKED | {"recompute": "full"}),
+        (LATENT, 1, {}, PACKED),
+        (SPARSE, 1, {"sequence_parallel": False}, {}),
+        (ONE, 1, {"overlap_tp_reduce": False, "tp_chunks": 2}, {}),
+        (MUP, 1, {}, {}),
     ],
     ranks_of(2, pp=2): [
-        (TWO, 1, {"schedule": "gpipe"}, {}, True),
-        (TWO, 1, {"schedule": "naive"}, {"micro_batch_size": 2}, True),
-        (TWO, 0, {"schedule": "1f1b"}, {"loss_chunk": 5}, True),
-        (TIED, 1, {"schedule": "zb-v", "vp": 2}, {"recompute": "selective"}, True),
-        (TWO, 3, {"schedule": "zb-v", "vp": 2}, {}, True),
-        (TWO, 1, {"schedule": "interleaved", "vp": 2, "pipeline_layout": "0,3,1,0"}, {"recompute": "full"}, True),
-        (SPARSE, 1, {"schedule": "zb-h1"}, {}, False),
+        (TWO, 1, {"schedule": "gpipe"}, PACKED),
+        (TWO, 1, {"schedule": "naive"}, PACKED | {"micro_batch_size": 2}),
+        (TWO, 0, {"schedule": "1f1b"}, PACKED | {"loss_chunk": 5}),
+        (TIED, 1, {"schedule": "zb-v", "vp": 2}, PACKED | {"recompute": "selective"}),
+        (TWO, 3, {"schedule": "zb-v", "vp": 2}, PACKED),
+        (TWO, 1, {"schedule": "interleaved", "vp": 2, "pipeline_layout": "0,3,1,0"}, PACKED | {"recompute": "full"}),
+        (SPARSE, 1, {"schedule": "zb-h1"}, {}),
     ],
-    ranks_of(4, pp=2): [(TWO, 2, {}, {}, True), (TIED, 3, {"schedule": "zb-h1"}, {}, True)],
-    ranks_of(2, cp=2): [(TWO, 1, {}, {}, True), (LATENT, 1, {}, {}, False), (ONE, 1, {"cp_comm": "ring"}, {}, False)],
-    ranks_of(4, cp=4): [(TWO, 3, {}, {"recompute": "full"}, False)],
-    ranks_of(4, cp=2, pp=2): [(TWO, 1, {"schedule": "zb-h1"}, {}, False)],
-    ranks_of(4, ep=4): [(SPARSE, 2, {}, {}, False)],
-    ranks_of(4, ep=2, tp=2): [(SPARSE, 3, {}, {"recompute": "full"}, False)],
-    ranks_of(8, tp=2, pp=2, cp=2): [(TWO, 1, {"schedule": "interleaved", "vp": 2}, {}, False)],
+    ranks_of(4, pp=2): [(TWO, 2, {}, PACKED), (TIED, 3, {"schedule": "zb-h1"}, PACKED)],
+    ranks_of(2, cp=2): [(TWO, 1, {}, PACKED), (LATENT, 1, {}, {}), (ONE, 1, {"cp_comm": "ring"}, {})],
+    ranks_of(4, cp=4): [(TWO, 3, {}, {"recompute": "full"})],
+    ranks_of(4, cp=2, pp=2): [(TWO, 1, {"schedule": "zb-h1"}, {})],
+    ranks_of(4, ep=4): [(SPARSE, 2, {}, {})],
+    ranks_of(4, ep=2, tp=2): [(SPARSE, 3, {}, {"recompute": "full"})],
+    ranks_of(8, tp=2, pp=2, cp=2): [(TWO, 1, {"schedule": "interleaved", "vp": 2}, {})],
 }
-
-
-def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
-    world, layout = shape
-    cfgs = [with_factor(config(model, zero, {**dict(layout), **more}, **train)) for model, zero, more, train, _ in rows]
-    packs = [row[-1] for row in rows]
-    ranks = pool.run(world, trained, cfgs, world, packs)
-    for i, (model, zero, more, train, _) in enumerate(rows):
-        single = scaled(jobs.make_config(model, micro_batch_size=cfgs[i].train.micro_batch_size))
-        assert_close([rank[i] for rank in ranks], with_factor(single), packs[i], f"{shape} zero {zero} {more} {train}")
-
-
-def assert_close(ranks: list[tuple[Figures, Gradients]], single: Config, packs: bool, what: str) -> None:
-    figures, gradients = one_process(single, packs)
-    for got, _ in ranks:
-        np.testing.assert_allclose(got, figures, rtol=1e-5, err_msg=what)
-    held = put_together([boxes for _, boxes in ranks])
-    assert held.keys() == gradients.keys(), what
-    for name, expected in gradients.items():
-        slack = 1e-5 * np.abs(expected).max()
-        np.testing.assert_allclose(held[name], expected, rtol=1e-4, atol=slack, err_msg=f"{what}: {name}")
 
 
 test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
 def with_optimizer(cfg: Config, optimizer: str) -> Config:
-    return with_factor(replace(cfg, optim=replace(cfg.optim, optimizer=optimizer, muon_ns="fp32", lr=1e-3)))
+    return replace(cfg, optim=replace(cfg.optim, optimizer=optimizer, muon_ns="fp32", lr=1e-3))
 
 
-def three_steps(rank: int, cfgs: Sequence[Config], world: int) -> list[Figures]:
+def three_steps(rank: int, cfgs: Sequence[Config], world: int) -> list[list[tuple[float, ...]]]:
     """By config: (loss, losses of further tokens, gradient norm) of three steps."""
     from megalite.core.step import train_step
 
@@ -308,7 +230,7 @@ def test_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
 @pytest.mark.parametrize(("precision", "limits"), [("bf16", (5e-4, 3e-3)), ("fp16", (1e-4, 1e-3))])
 def test_half_precision(pool: WorkerPool, precision: str, limits: tuple[float, float]) -> None:
     def half(layout: dict[str, Any] | None = None) -> Config:
-        cfg = with_factor(jobs.make_config(TWO, layout, precision=precision))
+        cfg = jobs.make_config(TWO, layout, precision=precision)
         return replace(cfg, optim=replace(cfg.optim, initial_loss_scale=512.0))
 
     (want,) = three_steps(0, [half()], 1)
@@ -323,17 +245,14 @@ def test_half_precision(pool: WorkerPool, precision: str, limits: tuple[float, f
 def test_compressed_gradients(pool: WorkerPool) -> None:
     """The first step's losses are those of whole gradients, and later ones are near."""
     names = ("none", "int8", "powersgd:16")
-    cfgs = [with_factor(jobs.make_config(TWO, {"pp": 2}, compress=name)) for name in names]
+    cfgs = [jobs.make_config(TWO, {"pp": 2}, compress=name) for name in names]
     for want, *others in pool.run(4, three_steps, cfgs, 4):
         for got in others:
             np.testing.assert_allclose(got[0][:-1], want[0][:-1], rtol=1e-6)
             np.testing.assert_allclose(np.array(got)[:, :-1], np.array(want)[:, :-1], rtol=1e-3)
 
 
-def with_fault(rank: int, fault: str, cfg: Config, world: int) -> Any:
-    """`trained`, wrong in one way."""
-    from dataclasses import replace
-
+def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
     from megalite.core import build, step
 
     ahead, layout_of, weigh_parts = Rows.ahead, build.layout_of, step.weigh_parts
@@ -342,27 +261,22 @@ def with_fault(rank: int, fault: str, cfg: Config, world: int) -> Any:
         router_weight, parts = weigh_parts(engine, rows)
         return router_weight, [part._replace(weight=torch.tensor(FACTOR / len(parts))) for part in parts]
 
-    wrong: dict[str, tuple[Any, str, Any]] = {
+    def too_far(rows: Rows, n: int) -> Rows:
+        return replace(ahead(rows, n + 1), inputs=ahead(rows, n).inputs)
+
+    def copies_apart(*args: Any) -> Any:
+        return replace(layout_of(*args), tied=frozenset())
+
+    return {
         "no mask at the ends of documents": (Rows, "ahead", lambda rows, n: ahead(replace(rows, starts=None), n)),
         "tokens not moved": (Rows, "ahead", lambda rows, n: replace(ahead(rows, n), inputs=rows.inputs)),
-        "targets moved too far": (
-            Rows,
-            "ahead",
-            lambda rows, n: replace(ahead(rows, n + 1), inputs=ahead(rows, n).inputs),
-        ),
+        "targets moved too far": (Rows, "ahead", too_far),
         "divided by the number of main targets": (step, "weigh_parts", of_main_targets),
-        "gradient of the embedding's copy lost": (
-            build,
-            "layout_of",
-            lambda *args: replace(layout_of(*args), tied=frozenset()),
-        ),
+        "gradient of the embedding's copy lost": (build, "layout_of", copies_apart),
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(*wrong[fault])
-        return trained(rank, [cfg], world, [True])
 
 
-FAULTS = {
+MISTAKES = {
     "no mask at the ends of documents": 1,
     "tokens not moved": 1,
     "targets moved too far": 1,
@@ -371,13 +285,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
-    world, single = FAULTS[fault], with_factor(jobs.make_config(TWO))
-    cfg = with_factor(jobs.make_config(TWO, {"pp": world}))
-    ranks = pool.run(world, with_fault, fault, cfg, world) if world > 1 else [with_fault(0, fault, cfg, 1)]
-    with pytest.raises(AssertionError, match=r"Not equal to tolerance"):
-        assert_close([rank[0] for rank in ranks], single, True, fault)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_of_others_show(pool: WorkerPool, mistake: str) -> None:
+    world = MISTAKES[mistake]
+    check_mistake(pool, mistakes, mistake, world, config(TWO, 1, {"pp": world}), weighted)
 
 
 def test_a_line_has_the_loss_of_each_module(tmp_path: Path) -> None:

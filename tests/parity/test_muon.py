@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,14 +28,13 @@ from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.report import update_rows
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
-from tests.parity import jobs, test_delta_nets, test_resume
-from tests.parity.test_oracle import hf_llama, initial_weights
-from tests.parity.test_zero import Gradients, assert_close, put_together
+from tests.parity import jobs, models, runs
+from tests.parity.harness import boxes_of, put_together
+from tests.parity.matrices import CUT, MIXTRAL, SMALL, Outcome, assert_same, products_in_fp32, trained
+from tests.parity.oracle import hf_llama, initial_weights
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
-CUT = {"zero_whole_below": 500}
-SMALL = {"bucket_size": 900, **CUT}
 # (tp, pp) -> (layout, training options) that share the start of their ranks.
 GRID: dict[tuple[int, int], list[tuple[dict[str, Any], dict[str, Any]]]] = {
     (1, 1): [
@@ -75,48 +73,6 @@ def config(model: Any, parallel: dict[str, Any] | None = None, **train: Any) -> 
     return replace(cfg, optim=replace(cfg.optim, optimizer="muon", muon_ns="fp32", lr=1e-3))
 
 
-Outcome = tuple[list[tuple[float, float]], Gradients, Gradients]
-
-
-def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Outcome]:
-    """By config: (loss, gradient norm) of each step; this rank's first moments after one step; masters at the end."""
-    out = []
-    for cfg in cfgs:
-        engine = jobs.start(rank, cfg, world)
-        steps, moments = jobs.run_steps(engine, 1), boxes_of(engine, "exp_avg")
-        steps += jobs.run_steps(engine, jobs.STEPS - 1, first=2)
-        out.append((steps, moments, boxes_of(engine, "master")))
-        jobs.check_copies(engine)
-    return out
-
-
-def boxes_of(engine: Any, role: str) -> Gradients:
-    """The parts of the states of a role that this rank owns, in fp32."""
-    boxes: Gradients = {}
-    for state in engine.optimizer.states():
-        if state.role == role and state.is_owner:
-            _, held = boxes.setdefault(state.name, (state.shape, []))
-            views = [(box, state.flat[box.at : box.at + box.numel].view(box.shape)) for box in state.slices]
-            held += [(box.index, view.float().numpy().copy()) for box, view in views]
-    return boxes
-
-
-@cache
-def one_process(cfg: Config) -> tuple[list[tuple[float, float]], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    ((steps, moments, masters),) = trained(0, [cfg], 1)
-    return steps, put_together([moments]), put_together([masters])
-
-
-def assert_same(ranks: Sequence[Outcome], single: Config, what: str) -> None:
-    steps, moments, masters = one_process(single)
-    assert_close([(steps, moments) for steps, moments, _ in ranks], steps, moments, what)
-    held = put_together([masters for *_, masters in ranks])
-    assert held.keys() == masters.keys()
-    for name, expected in masters.items():
-        # Of one update, whose size is the learning rate of 1e-3: a bias of keys has no gradient but rounding.
-        np.testing.assert_allclose(held[name], expected, rtol=0, atol=1e-6, err_msg=f"{what}: {name}")
-
-
 FURTHER = {**GRID, (2, 1): GRID[2, 1][SHORT:]}
 
 
@@ -138,7 +94,7 @@ def test_same_in_every_layout(pool: WorkerPool, tp: int, pp: int, rows: list[Any
 
 
 # Delta nets and gated attention, whose matrices take turns in the rows of a parameter; also with experts.
-GATED, NEXT = (replace(model, init_std=0.1) for model in (test_delta_nets.HYBRID, test_delta_nets.NEXT))
+GATED, NEXT = (replace(model, init_std=0.1) for model in (models.HYBRID, models.NEXT))
 TURNS: dict[tuple[int, tuple[tuple[str, Any], ...]], list[tuple[Any, dict[str, Any], dict[str, Any]]]] = {
     (4, (("tp", 2),)): [
         (GATED, {"zero": 1, **SMALL}, {}),
@@ -212,7 +168,6 @@ def test_more_ranks_than_matrices(pool: WorkerPool) -> None:
     assert_same([rank[0] for rank in pool.run(8, trained, [case], 8)], case, "8 ranks")
 
 
-MIXTRAL = jobs.llama(init_std=0.12, num_experts=8, moe_topk=2, moe_ffn_size=24, moe_aux_loss_coeff=0.02)
 # Ranks, layout -> rows that share the start of their ranks: (layout, training options).
 EXPERTS: dict[tuple[int, tuple[tuple[str, Any], ...]], list[tuple[dict[str, Any], dict[str, Any]]]] = {
     (4, (("ep", 2), ("tp", 2))): [({"zero": 1, **SMALL}, {}), ({"zero": 3, **CUT}, {"recompute": "full"})],
@@ -234,21 +189,6 @@ def test_same_wherever_experts_live(pool: WorkerPool, shape: Any) -> None:
     for case, *ranks in zip(cases, *pool.run(world, trained, cases, world)):
         single = config(MIXTRAL, micro_batch_size=case.train.micro_batch_size)
         assert_same(ranks, single, f"{case.parallel} {case.train.offload}")
-
-
-@contextmanager
-def products_in_fp32() -> Iterator[None]:
-    """Let torch.optim.Muon round nothing to bf16: by `bfloat16` in torch 2.13, by `to` in 2.15."""
-
-    def to(tensor: torch.Tensor, *args: Any, cast: Any = torch.Tensor.to, **options: Any) -> torch.Tensor:
-        if options.get("dtype") is torch.bfloat16:
-            options["dtype"] = torch.float32
-        return cast(tensor, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
-        patch.setattr(torch.Tensor, "to", to)
-        yield
 
 
 def test_each_expert_is_a_matrix_of_its_own() -> None:
@@ -378,22 +318,20 @@ def test_experts_orthogonalized_together_are_found(monkeypatch: pytest.MonkeyPat
 
 def test_checkpoints_of_muon_and_adamw(pool: WorkerPool, tmp_path: Path) -> None:
     """AdamW's average of gradients becomes the momentum; its second moments are missing on the way back, and named."""
-    flags = [*test_resume.MODEL, "--hidden-dropout", "0", "--muon-ns", "fp32", "--lr", "1e-3"]
+    flags = [*runs.MODEL, "--hidden-dropout", "0", "--muon-ns", "fp32", "--lr", "1e-3"]
 
     def run(name: str, steps: int, *more: str, world: int = 1) -> str:
         arguments = [*flags, *more, "--train-steps", str(steps), "--run-dir", str(tmp_path / name)]
         if world == 1:
-            test_resume.train(0, arguments, 1)
+            runs.train(0, arguments, 1)
         else:
-            pool.run(world, test_resume.train, arguments, world)
+            pool.run(world, runs.train, arguments, world)
         return (tmp_path / name / "logs" / "rank_0.log").read_text()
 
     run("whole", 4, "--optimizer", "muon")
     run("moved", 2, "--optimizer", "muon", "--tp", "2", "--zero", "3", "--zero-whole-below", "500", world=4)
     assert "resumed from" in run("moved", 4, "--optimizer", "muon", "--pp", "2", world=2)
-    np.testing.assert_allclose(
-        test_resume.losses(tmp_path / "moved"), test_resume.losses(tmp_path / "whole"), rtol=1e-5
-    )
+    np.testing.assert_allclose(runs.losses(tmp_path / "moved"), runs.losses(tmp_path / "whole"), rtol=1e-5)
     run("adamw", 2)
     log = run("mixed", 4, "--optimizer", "muon", "--resume", str(tmp_path / "adamw"))
     assert "resumed from" in log

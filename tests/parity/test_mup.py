@@ -26,9 +26,9 @@ from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.data.samples import MockDataset
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
-from tests.parity import jobs, test_resume
-from tests.parity.test_muon import CUT, assert_same, products_in_fp32, trained
-from tests.parity.test_oracle import hf_llama, initial_weights
+from tests.parity import jobs, runs
+from tests.parity.matrices import CUT, assert_same, products_in_fp32, trained
+from tests.parity.oracle import hf_llama, initial_weights
 from tests.unit.checkpoint.hf_models import load_model
 from tests.workers import WorkerPool
 
@@ -199,7 +199,7 @@ def test_export_gives_the_same_logits(tmp_path: Path) -> None:
     flags = "--num-layers 2 --hidden-size 32 --num-heads 4 --vocab-size 90 --seq-len 16 --global-batch-size 8 --lr 1e-2"
     arguments = [*flags.split(), "--mock-data", "--device", "cpu", "--mup-base-width", "8", "--train-steps", "2"]
     arguments += ["--eval-every", "2", "--eval-steps", "1", "--run-dir", str(tmp_path / "run")]
-    test_resume.train(0, arguments, 1)
+    runs.train(0, arguments, 1)
     export_hf(tmp_path / "run", tmp_path / "hf")
     cfg = parse(arguments).config
     assert cfg.model.width_multiplier == M

@@ -15,7 +15,7 @@ from megalite.core.mesh import grid as table
 from megalite.core.mesh.grid import Grid, MeshAxis
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.test_zero import Gradients, assert_same, boxes_of, config
+from tests.parity.harness import Result, assert_same, config, one_process, train_steps
 from tests.workers import WorkerPool
 
 # (world, tp, pp, layout). On 2 ranks, the new axis alone shares the batch.
@@ -26,8 +26,7 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-def trained(rank: int, cfgs: list[Config], grid: Grid) -> list[tuple[list[tuple[float, float]], Gradients]]:
-    """By config: (loss, gradient norm) of two steps; this rank's boxes of the first's gradients."""
+def trained(rank: int, cfgs: list[Config], grid: Grid) -> list[Result]:
     import torch
 
     from megalite.core import step
@@ -51,9 +50,7 @@ def trained(rank: int, cfgs: list[Config], grid: Grid) -> list[tuple[list[tuple[
             engine = build_engine(cfg, ctx)
             assert any(bucket.sharded.weights for bucket in engine.optimizer.buckets) == (cfg.parallel.zero == 3)
             engine.optimizer.init_parameters(cfg.train.seed)
-            first = jobs.run_steps(engine, 1)
-            boxes = boxes_of(engine)
-            results.append((first + jobs.run_steps(engine, 1, first=2), boxes))
+            results.append(train_steps(engine))
             jobs.check_copies(engine)
     return results
 
@@ -71,4 +68,4 @@ def test_an_axis_is_one_row(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, c
     ranks = pool.run(world, trained, cfgs, grid)
     single = replace(jobs.make_config(jobs.llama()), optim=cfgs[0].optim)
     for i, cfg in enumerate(cfgs):
-        assert_same([rank[i] for rank in ranks], single, f"{case} ZeRO-{cfg.parallel.zero}")
+        assert_same([rank[i] for rank in ranks], one_process(single), f"{case} ZeRO-{cfg.parallel.zero}")

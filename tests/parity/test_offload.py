@@ -17,8 +17,8 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.step import train_step
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
-from tests.parity import jobs, test_bits
-from tests.parity.test_resume import MODEL, losses, train
+from tests.parity import gradient_bits, jobs
+from tests.parity.runs import MODEL, losses, train
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
@@ -68,16 +68,17 @@ def over_configs(rank: int, cfgs: list[Config], world: int) -> list[tuple[list[t
             assert not bucket.store.gathered
             assert bucket.sharded.host == (cfg.train.offload != "none")
         out.append((jobs.run_steps(engine, 2), [s.flat.numpy().tobytes() for s in engine.optimizer.states()]))
+        jobs.check_copies(engine)
     return out
 
 
 def test_activations_return_as_they_left(pool: WorkerPool) -> None:
     model = jobs.llama(hidden_dropout=0.1)
     layouts: dict[str, dict[str, Any]] = {"1f1b": {}, "zb-h1": {}, "zb-v": {"vp": 2}}
-    cfgs = [test_bits.config(model, {"pp": 2, **more}, name, recompute="full") for name, more in layouts.items()]
+    cfgs = [gradient_bits.config(model, {"pp": 2, **more}, name, recompute="full") for name, more in layouts.items()]
     away = [jobs.with_train(cfg, offload="activations") for cfg in cfgs]
-    for rank in pool.run(2, test_bits.gradients, [*cfgs, *away], 2):
-        here, there = (test_bits.as_bytes([grads]) for grads in (sum(rank[:3], []), sum(rank[3:], [])))
+    for rank in pool.run(2, gradient_bits.gradients, [*cfgs, *away], 2):
+        here, there = (gradient_bits.as_bytes([grads]) for grads in (sum(rank[:3], []), sum(rank[3:], [])))
         assert here == there
 
 

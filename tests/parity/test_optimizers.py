@@ -14,8 +14,8 @@ import torch
 from megalite.core.options.lr import learning_rate
 from megalite.core.options.model import ModelConfig
 from megalite.runtime.options.run import Config
-from tests.parity import jobs, test_resume
-from tests.parity.test_oracle import hf_llama, initial_weights
+from tests.parity import jobs, runs
+from tests.parity.oracle import hf_llama, initial_weights
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
@@ -132,10 +132,10 @@ CHANGES = [
 def test_moments_of_another_optimizer(tmp_path: Path, change: tuple[str, str, bool, str]) -> None:
     first, second, kept, words = change
     """Those that mean the same are kept; otherwise the run is the one of --reset-optimizer, and the log names them."""
-    flags = [*test_resume.MODEL, "--hidden-dropout", "0", "--muon-ns", "fp32", "--lr", "3e-4"]
+    flags = [*runs.MODEL, "--hidden-dropout", "0", "--muon-ns", "fp32", "--lr", "3e-4"]
 
     def run(name: str, steps: int, *more: str) -> str:
-        test_resume.train(0, [*flags, *more, "--train-steps", str(steps), "--run-dir", str(tmp_path / name)], 1)
+        runs.train(0, [*flags, *more, "--train-steps", str(steps), "--run-dir", str(tmp_path / name)], 1)
         return (tmp_path / name / "logs" / "rank_0.log").read_text()
 
     run("first", 2, "--optimizer", first)
@@ -145,8 +145,8 @@ def test_moments_of_another_optimizer(tmp_path: Path, change: tuple[str, str, bo
     assert f"--optimizer {first} -> {second}" in log
     assert ("resumed from" in log) is kept
     assert words in log
-    after, anew = (test_resume.losses(tmp_path / name) for name in ("second", "reset"))
+    after, anew = (runs.losses(tmp_path / name) for name in ("second", "reset"))
     assert (after == anew) is not kept
     back = run("back", 6, "--optimizer", first, "--resume", str(tmp_path / "second"))
     assert f"--optimizer {second} -> {first}" in back
-    assert all(np.isfinite(loss) for _, loss, _ in test_resume.losses(tmp_path / "back"))
+    assert all(np.isfinite(loss) for _, loss, _ in runs.losses(tmp_path / "back"))

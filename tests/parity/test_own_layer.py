@@ -25,7 +25,7 @@ from megalite.core.sharding import ParamSpec, count_parameters
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.run import Config
-from tests.parity import jobs, test_zero
+from tests.parity import harness, jobs
 from tests.workers import WorkerPool
 
 WIDTH, LAYERS = 80, 5
@@ -82,18 +82,17 @@ LAYOUTS: dict[tuple[int, int, int], list[tuple[dict[str, Any], dict[str, Any]]]]
 
 def trained(rank: int, layouts: Sequence[tuple[dict[str, Any], dict[str, Any]]], world: int) -> Any:
     with added() as model:
-        return test_zero.trained(rank, [jobs.make_config(model, p, **t) for p, t in layouts], world)
+        return harness.trained(rank, [jobs.make_config(model, p, **t) for p, t in layouts], world)
 
 
 def test_it_trains_as_in_one_process(pool: WorkerPool) -> None:
-    ((expected, boxes),) = trained(0, [({}, {})], 1)
-    gradients = test_zero.put_together([boxes])
-    assert gradients["layers.1.mlp.up_proj.weight"].shape == (WIDTH, 32)
+    (expected,) = trained(0, [({}, {})], 1)
+    assert harness.put_together([expected.gradients])["layers.1.mlp.up_proj.weight"].shape == (WIDTH, 32)
     for (world, tp, pp), rows in LAYOUTS.items():
         rows = [({"tp": tp, "pp": pp, **p}, t) for p, t in rows]
         ranks = pool.run(world, trained, rows, world)
         for i, row in enumerate(rows):
-            test_zero.assert_close([rank[i] for rank in ranks], expected, gradients, str(row))
+            harness.assert_same([rank[i] for rank in ranks], expected, str(row))
 
 
 def measured(rank: int, parallel: dict[str, Any], num_layers: int, world: int) -> tuple[int, int, int]:

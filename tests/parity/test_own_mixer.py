@@ -22,7 +22,7 @@ from megalite.core.parts.families import FAMILIES
 from megalite.core.sharding import ParamSpec, count_parameters
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.run import Config
-from tests.parity import jobs, test_zero
+from tests.parity import harness, jobs
 from tests.workers import WorkerPool
 
 WIDTH = 40
@@ -77,16 +77,15 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 def trained(rank: int, layouts: Sequence[tuple[dict[str, Any], dict[str, Any]]], world: int) -> Any:
     with added() as model:
-        return [test_zero.trained(rank, [jobs.make_config(model, p, **t)], world)[0] for p, t in layouts]
+        return [harness.trained(rank, [jobs.make_config(model, p, **t)], world)[0] for p, t in layouts]
 
 
 def test_it_trains_as_in_one_process(pool: WorkerPool) -> None:
-    ((expected, boxes),) = trained(0, [({}, {})], 1)
-    gradients = test_zero.put_together([boxes])
-    assert gradients["layers.1.self_attn.in_proj.weight"].shape == (WIDTH, 32)
+    (expected,) = trained(0, [({}, {})], 1)
+    assert harness.put_together([expected.gradients])["layers.1.self_attn.in_proj.weight"].shape == (WIDTH, 32)
     ranks = pool.run(4, trained, LAYOUTS, 4)
     for i, row in enumerate(LAYOUTS):
-        test_zero.assert_close([rank[i] for rank in ranks], expected, gradients, str(row))
+        harness.assert_same([rank[i] for rank in ranks], expected, str(row))
 
 
 def test_it_is_counted() -> None:

@@ -2,71 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
-
 import numpy as np
 import pytest
 
 from megalite.core.options.model import ModelConfig
-from megalite.runtime.options.run import Config
 from tests.parity import jobs
+from tests.parity.harness import put_together
+from tests.parity.plain_sgd import alone, config, weights
 from tests.workers import WorkerPool
 
 LLAMA, GPT2 = jobs.llama(2), jobs.gpt2(2)
-
-
-def config(model: ModelConfig, parallel: dict[str, Any] | None = None, **optim: Any) -> Config:
-    """Plain SGD: a step is `lr` times the gradient, after weight decay."""
-    cfg = jobs.make_config(model, {"zero_whole_below": 500, **(parallel or {})}, micro_batch_size=2, train_steps=6)
-    sgd = {"optimizer": "sgd", "beta1": 0.0, "clip_grad": 0.0, "warmup_steps": 0, "lr_decay": "linear"}
-    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, **sgd, **optim))
-
-
-def weights(rank: int, cfgs: Sequence[Config], world: int, steps: int) -> list[Any]:
-    """By config: (loss, gradient norm) of each step, and {name: (shape, boxes)} of the weights before and after."""
-    import torch
-
-    from megalite.core.build import build_engine
-    from megalite.core.mesh.context import ParallelContext
-    from megalite.core.mesh.grid import Grid
-
-    def boxes(engine: Any) -> dict[str, Any]:
-        held: dict[str, Any] = {}
-        for s in engine.optimizer.states():
-            if s.role == "master" and s.is_owner:
-                parts = held.setdefault(s.name, (s.shape, []))[1]
-                parts += [(b.index, s.flat[b.at : b.at + b.numel].view(b.shape).numpy().copy()) for b in s.slices]
-        return held
-
-    ((tp, pp),) = {(cfg.parallel.tp, cfg.parallel.pp) for cfg in cfgs}
-    ctx = ParallelContext.create(Grid.of(world, tp=tp, pp=pp), torch.device("cpu"))
-    out = []
-    for cfg in cfgs:
-        engine = build_engine(cfg, ctx)
-        engine.optimizer.init_parameters(cfg.train.seed)
-        before = boxes(engine)
-        out.append((jobs.run_steps(engine, steps), before, boxes(engine)))
-    return out
-
-
-def whole(ranks: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Put together what the ranks hold."""
-    out: dict[str, np.ndarray] = {}
-    for held in ranks:
-        for name, (shape, parts) in held.items():
-            for index, part in parts:
-                out.setdefault(name, np.full(shape, np.nan, np.float32))[index] = part
-    assert not any(np.isnan(x).any() for x in out.values())
-    return out
-
-
-@cache
-def alone(cfg: Config, steps: int) -> tuple[list[tuple[float, float]], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    ((figures, before, after),) = weights(0, [cfg], 1, steps)
-    return figures, whole([before]), whole([after])
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2-tied"])
@@ -95,7 +40,7 @@ def test_same_in_every_layout(pool: WorkerPool) -> None:
         figures, _, expected = alone(config(model, **optim), 2)
         for rank in ranks:
             np.testing.assert_allclose(rank[i][0], figures, rtol=1e-5)
-        got = whole([rank[i][2] for rank in ranks])
+        got = put_together([rank[i][2] for rank in ranks])
         assert got.keys() == expected.keys()
         for name, w in expected.items():
             np.testing.assert_allclose(

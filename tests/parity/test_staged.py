@@ -12,7 +12,7 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from tests.gpu import ranks
-from tests.gpu.test_ranks import assert_equal
+from tests.gpu.ranks import assert_equal
 from tests.workers import WorkerPool
 
 

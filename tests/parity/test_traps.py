@@ -16,7 +16,7 @@ from megalite.core.options.model import ModelConfig
 from megalite.core.sharding import Shard
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.test_bits import whole_gradients
+from tests.parity.gradient_bits import whole_gradients
 from tests.workers import WorkerError, WorkerPool
 
 

@@ -22,13 +22,16 @@ from tests.workers import WorkerPool
 Figures = list[list[tuple[float, float]]]
 Grid = tuple[dict[str, Any], list[dict[str, Any]]]
 APART = {"sequence_parallel": False}
-# Four ranks: a grid -> what its rows add. Every ZeRO stage, with and without sequence parallelism.
+# Four ranks: a grid -> what its rows add. Every ZeRO stage, with and without sequence parallelism, over all models.
 GRIDS: list[Grid] = [
-    ({"tp": 2}, [{"zero": 0, **APART}]),
+    ({"tp": 2}, [{"zero": 0, **APART}, {"zero": 2}]),
     ({"tp": 2, "cp": 2}, [{"zero": 3, **APART}]),
     ({"tp": 2, "pp": 2}, [{"vp": 2, "schedule": "zb-v"}]),
 ]
-OF_EXPERTS: list[Grid] = [({"tp": 2, "ep": 2}, [{"zero": 2}]), ({"tp": 2, "ep": 4, "etp": "1"}, [{"zero": 3}])]
+OF_EXPERTS: list[Grid] = [
+    ({"tp": 2, "ep": 2}, [{"zero": 0, **APART}, {"zero": 2}]),
+    ({"tp": 2, "ep": 4, "etp": "1"}, [{"zero": 3}]),
+]
 RATES = {"lamb": 1e-3, "lars": 0.5, "muon": 1e-3, "lion": 1e-4, "ademamix": 3e-4, "adamw": 3e-4}
 Case = tuple[ModelConfig, str]
 
@@ -64,7 +67,7 @@ def save_each(rank: int, cfgs: Sequence[Config], world: int, root: str) -> Figur
 
 
 def resume_each(rank: int, cfgs: Sequence[Config], world: int, root: str, numbers: Sequence[int]) -> Figures:
-    """By config: the step after a save of another layout."""
+    """By config: two steps after a save of another layout; of what was saved beside weights only the second tells."""
     from megalite.runtime.checkpoint.load import load_checkpoint
 
     out = []
@@ -73,21 +76,21 @@ def resume_each(rank: int, cfgs: Sequence[Config], world: int, root: str, number
         meta, _ = load_checkpoint(Path(root) / f"step_{number:08d}", optimizer.states(), engine.ctx)
         optimizer.load_scalars(meta["scalars"])
         optimizer.finish_load()
-        out.append(jobs.run_steps(engine, 1, first=2))
+        out.append(jobs.run_steps(engine, 2, first=2))
         jobs.check_copies(engine)
     return out
 
 
 @cache
 def one_process(case: Case) -> list[tuple[float, float]]:
-    return jobs.train(0, config(case), 1, 2)
+    return jobs.train(0, config(case), 1, 3)
 
 
 def check(
     pool: WorkerPool, root: Path, case: Case, grids: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]
 ) -> None:
     """Save in the rows of each grid, and resume in those of the next one."""
-    first, second = one_process(case)
+    first, *next_two = one_process(case)
     for i, (grid, rows) in enumerate(grids):
         folder = root / str(i)
         saved = pool.run(4, save_each, [config(case, {**grid, **row}) for row in rows], 4, str(folder))
@@ -100,7 +103,7 @@ def check(
         for rank in resumed:
             for (number, row), steps in zip(pairs, rank):
                 what = f"{grid} {rows[number - 1]} -> {other} {row}"
-                np.testing.assert_allclose(steps, [second], rtol=1e-5, err_msg=what)
+                np.testing.assert_allclose(steps, next_two, rtol=1e-5, err_msg=what)
 
 
 @pytest.mark.full
@@ -127,3 +130,30 @@ def test_every_rule_without_sequence_parallelism(pool: WorkerPool, tmp_path: Pat
     rows = [{"zero": 0, **APART}, {"zero": 3, **APART}]
     second = ({"tp": 2, "ep": 2}, rows[:1]) if model.num_experts else ({"tp": 2, "pp": 2}, [APART])
     check(pool, tmp_path, (model, optimizer), [({"tp": 2}, rows), second])
+
+
+@pytest.mark.parametrize("lost", ["states", "scalars"])
+@pytest.mark.parametrize("rule", always_run(RATES, "lamb", "muon"))
+def test_what_a_resume_loses_shows(rule: str, lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the step after the next: the first moment, or how many steps there were."""
+    from megalite.core.optim.optimizer import DistributedOptimizer
+
+    cfg = config((jobs.llama(2), rule))
+    _, *next_two = jobs.train(0, cfg, 1, 3)
+    save_each(0, [cfg], 1, str(tmp_path))
+    finish = DistributedOptimizer.finish_load
+
+    def forget(self: DistributedOptimizer) -> None:
+        for state in self.states():
+            if state.role != "master":
+                state.flat.zero_()
+        finish(self)
+
+    if lost == "states":
+        monkeypatch.setattr(DistributedOptimizer, "finish_load", forget)
+    else:
+        monkeypatch.setattr(DistributedOptimizer, "load_scalars", lambda self, scalars: None)
+    ((step, after),) = resume_each(0, [cfg], 1, str(tmp_path), [1])
+    np.testing.assert_allclose(step, next_two[0], rtol=1e-6)
+    counts_steps = rule not in ("lars", "lion")
+    assert np.allclose(after, next_two[1], rtol=2e-5) == (lost == "scalars" and not counts_steps), (after, next_two[1])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,89 +16,11 @@ from megalite.core.pipeline.observe import Observer
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
+from tests.parity.harness import check, check_compiled, config, one_process, put_together, ranks_of, scaled, trained
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
-STEPS = 2
-Gradients = dict[str, tuple[tuple[int, ...], list[tuple[tuple[slice, ...], np.ndarray]]]]
-
-
-def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[tuple[list[tuple[float, float]], Gradients]]:
-    """By config: (loss, gradient norm) of two steps; this rank's boxes of the first's gradients."""
-    out = []
-    for engine in jobs.engines(cfgs, world):
-        steps = jobs.run_steps(engine, 1)
-        boxes = boxes_of(engine)
-        out.append((steps + jobs.run_steps(engine, STEPS - 1, first=2), boxes))
-    return out
-
-
-def boxes_of(engine: Any) -> Gradients:
-    """The gradients that this rank writes: the first moment after one step is the gradient times a number."""
-    boxes: Gradients = {}
-    for state in engine.optimizer.states():
-        if state.role == "exp_avg" and state.is_owner:
-            _, held = boxes.setdefault(state.name, (state.shape, []))
-            for box in state.slices:
-                part = state.flat[box.at : box.at + box.numel].view(box.shape)
-                held.append((box.index, part.cpu().numpy().copy()))
-    return boxes
-
-
-def put_together(ranks: Sequence[Gradients]) -> dict[str, np.ndarray]:
-    """Whole gradients; each element is held by one rank."""
-    whole: dict[str, np.ndarray] = {}
-    times: dict[str, np.ndarray] = {}
-    for boxes in ranks:
-        for name, (shape, held) in boxes.items():
-            grad, count = whole.setdefault(name, np.zeros(shape, np.float32)), times.setdefault(name, np.zeros(shape))
-            for index, part in held:
-                grad[index] = part
-                count[index] += 1
-    assert all((count == 1).all() for count in times.values())
-    return whole
-
-
-@cache
-def one_process(cfg: Config) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
-    ((steps, boxes),) = trained(0, [cfg], 1)
-    return steps, put_together([boxes])
-
-
-def assert_same(ranks: Sequence[tuple[list[tuple[float, float]], Gradients]], single: Config, what: str) -> None:
-    """Every rank reports the single process's figures, and together they hold its gradients."""
-    assert_close(ranks, *one_process(single), what)
-
-
-def assert_close(
-    ranks: Sequence[tuple[list[tuple[float, float]], Gradients]],
-    steps: list[tuple[float, float]],
-    gradients: dict[str, np.ndarray],
-    what: str,
-) -> None:
-    for rank, (got, _) in enumerate(ranks):
-        np.testing.assert_allclose(got, steps, rtol=1e-5, err_msg=f"{what}, rank {rank}")
-    held = put_together([boxes for _, boxes in ranks])
-    assert held.keys() == gradients.keys(), what
-    for name, expected in gradients.items():
-        scale = np.abs(expected).max()
-        assert scale > 0, name
-        np.testing.assert_allclose(held[name], expected, rtol=1e-4, atol=1e-5 * scale, err_msg=f"{what}: {name}")
-
-
 LLAMA, GPT2 = jobs.llama(), jobs.gpt2()
-
-
-def config(model: ModelConfig, zero: int, parallel: dict[str, Any], **train: Any) -> Config:
-    # Norms and biases stay whole, and everything else is cut.
-    cut = {"zero": zero, "zero_whole_below": 500, "debug_zero": zero == 3}
-    return scaled(jobs.make_config(model, {**cut, **parallel}, **train))
-
-
-def scaled(cfg: Config) -> Config:
-    """The config with a loss scale that no step overflows at."""
-    return replace(cfg, optim=replace(cfg.optim, initial_loss_scale=512.0))
-
 
 # (tp, pp) -> rows that share the start of their ranks: (model, further layout, training options)
 GRID: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, Any]]]] = {
@@ -164,16 +84,13 @@ def in_folder(train: dict[str, Any], folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("grid", always_run(GRID, (2, 2)), ids=str)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_same_gradients_in_every_layout(pool: WorkerPool, zero: int, grid: tuple[int, int], tmp_path: Path) -> None:
-    rows = GRID[grid] + (STAGE_3[grid] if zero == 3 else [])
-    rows = [(model, parallel, {**train, **in_folder(train, tmp_path)}) for model, parallel, train in rows]
     tp, pp = grid
-    cfgs = [config(model, zero, {"tp": tp, "pp": pp, **parallel}, **train) for model, parallel, train in rows]
-    world = max(4, 2 * tp * pp)
-    ranks = pool.run(world, trained, cfgs, world)
-    for i, (model, parallel, train) in enumerate(rows):
-        loss = {name: train[name] for name in ("precision", "z_loss") if name in train}
-        single = scaled(jobs.make_config(model, **loss))
-        assert_same([rank[i] for rank in ranks], single, f"zero {zero} {parallel} {train}")
+    rows = GRID[grid] + (STAGE_3[grid] if zero == 3 else [])
+    check(
+        pool,
+        ranks_of(max(4, 2 * tp * pp), tp=tp, pp=pp),
+        [(model, zero, parallel, {**train, **in_folder(train, tmp_path)}) for model, parallel, train in rows],
+    )
 
 
 # Gradients of bf16 have 8 bits, and a rounding for each of 8 samples; layouts round in another order.
@@ -198,32 +115,22 @@ def test_gradients_of_bf16(pool: WorkerPool, grid: tuple[int, int]) -> None:
     world = max(4, 2 * tp * pp)
     ranks = pool.run(world, trained, cfgs, world)
     for i, (model, parallel) in enumerate(rows):
-        steps, gradients = one_process(scaled(jobs.make_config(model, precision="bf16")))
-        got = [rank[i] for rank in ranks]
-        for figures, _ in got:
-            np.testing.assert_allclose(figures, steps, rtol=4e-3)
-        held = put_together([boxes for _, boxes in got])
+        alone = one_process(scaled(jobs.make_config(model, precision="bf16")))
+        gradients, got = put_together([alone.gradients]), [rank[i] for rank in ranks]
+        for result in got:
+            np.testing.assert_allclose(result.steps, alone.steps, rtol=4e-3)
+        held = put_together([result.gradients for result in got])
         assert held.keys() == gradients.keys()
         for name, expected in gradients.items():
             far = np.abs(held[name] - expected).max() / np.abs(expected).max()
             assert far < 0.02, f"{parallel}: {name}"
 
 
-def compiled(rank: int, cfgs: Sequence[Config], world: int) -> Any:
-    """`trained`, its blocks traced by torch.compile, and run as traced."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        return trained(rank, cfgs, world)
-
-
 def test_compiled_blocks(pool: WorkerPool) -> None:
     """Tracing meets weights that are gathered and released; test_layouts.py has inductor's code."""
     rows: list[tuple[int, dict[str, Any]]] = [(2, {}), (3, {}), (3, {"recompute": "full"})]
-    cfgs = [config(jobs.llama(2), zero, {}, compile=True, ops="torch", **train) for zero, train in rows]
-    ranks = pool.run(2, compiled, cfgs, 2)
-    single = scaled(jobs.make_config(jobs.llama(2)))
-    for i, row in enumerate(rows):
-        assert_same([rank[i] for rank in ranks], single, f"compiled, {row}")
+    for zero, train in rows:
+        check_compiled(pool, 2, config(jobs.llama(2), zero, {}, **train))
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -231,10 +138,10 @@ def test_gradients_accumulate_over_micro_batches(pool: WorkerPool, zero: int) ->
     """One, two and four micro-batches per step, each reduced by itself."""
     cfgs = [config(LLAMA, zero, {}, micro_batch_size=size) for size in (4, 2, 1)]
     for runs in pool.run(2, trained, cfgs, 2):
-        for steps, gradients in runs[1:]:
-            np.testing.assert_allclose(steps, runs[0][0], rtol=1e-6)
-            for name, (_, held) in gradients.items():
-                for (_, part), (_, expected) in zip(held, runs[0][1][name][1]):
+        for run in runs[1:]:
+            np.testing.assert_allclose(run.steps, runs[0].steps, rtol=1e-6)
+            for name, (_, held) in run.gradients.items():
+                for (_, part), (_, expected) in zip(held, runs[0].gradients[name][1]):
                     np.testing.assert_allclose(part, expected, rtol=0, atol=1e-6 * max(1.0, np.abs(expected).max()))
 
 
@@ -247,7 +154,7 @@ def test_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
         cfgs = [replace(cfg, optim=replace(cfg.optim, optimizer=optimizer, lr=1e-3)) for cfg in cfgs]
         for one, *others in pool.run(4, trained, cfgs, 4):
             for other in others:
-                np.testing.assert_allclose(other[0], one[0], rtol=1e-6)
+                np.testing.assert_allclose(other.steps, one.steps, rtol=1e-6)
 
 
 def accidents(rank: int, cfg: Config) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from megalite.runtime.options import cli
 from megalite.runtime.places.lock import RunLock
 from tests.soak import mutate
 from tests.soak.reader import Reader
-from tests.unit.extras.convert.test_megatron_files import ARGS, write_legacy
+from tests.unit.extras.convert.legacy_megatron import ARGS, write_legacy
 
 # --------------------------------------------------------------------------------------------------------------- lock
 

@@ -18,8 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 from megalite.runtime.base.child import children
-from tests.faults.test_recover import RECOVER, begin, process_of, repeated
-from tests.faults.test_runtime_faults import codes, events, outcome
+from tests.faults.harness import RECOVER, begin, codes, events, outcome, process_of, repeated
 from tests.faults.zygote import Job, Zygote, members_of
 
 RANKS = 4

@@ -29,7 +29,7 @@ from megalite.extras.view.metrics import read_metrics
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.test_resume import train
+from tests.parity.runs import train
 from tests.workers import WorkerPool
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

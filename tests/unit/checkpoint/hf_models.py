@@ -239,3 +239,11 @@ def logits_of(folder: Path) -> torch.Tensor:
     """fp32 logits of a folder."""
     with torch.no_grad():
         return load_model(folder)(tokens()).logits
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder."""
+    out: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        out.update(load_file(path))
+    return out

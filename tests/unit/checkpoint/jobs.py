@@ -39,6 +39,15 @@ def whole_tensors(path: Path) -> dict[str, np.ndarray]:
     return whole
 
 
+def assert_same(a: str, b: str) -> None:
+    """Two checkpoints hold the same tensors to the bit."""
+    one, other = whole_tensors(Path(a)), whole_tensors(Path(b))
+    assert one.keys() == other.keys()
+    for key, tensor in one.items():
+        np.testing.assert_array_equal(tensor, other[key], err_msg=key)
+        assert not np.isnan(tensor).any(), key
+
+
 def train_and_save(rank: int, cfg: Config, world: int, root: str, steps: int, more: int = 1) -> dict[str, Any]:
     """Train, save, and go on for `more` steps."""
     engine = start(rank, cfg, world)

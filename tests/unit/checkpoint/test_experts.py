@@ -13,9 +13,8 @@ from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.options.run import Config
 from tests.parity.jobs import make_config, run_steps, start
-from tests.parity.test_bias import BIASED
-from tests.unit.checkpoint.jobs import load_and_save, train_and_save
-from tests.unit.checkpoint.test_reshard import assert_same
+from tests.parity.models import BIASED
+from tests.unit.checkpoint.jobs import assert_same, load_and_save, train_and_save
 from tests.workers import WorkerPool
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

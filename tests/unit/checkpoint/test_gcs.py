@@ -12,7 +12,7 @@ from megalite.runtime.places import store as store_module
 from megalite.runtime.places.store import MissingObject, Store, StoreError
 from tests.ranks import reserve_port
 from tests.stores import BreakingProxy, Fault
-from tests.unit.checkpoint.test_upload import make_part, remote_manifest, upload_parts
+from tests.unit.checkpoint.parts import make_part, remote_manifest, upload_parts
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import megalite
@@ -34,7 +34,7 @@ from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.data import Rows
 from tests.parity.jobs import make_config, start
-from tests.unit.checkpoint.hf_models import CASES, gradients, load_model, logits_of, make_model, tokens
+from tests.unit.checkpoint.hf_models import CASES, gradients, load_model, logits_of, make_model, read_all, tokens
 from tests.unit.checkpoint.jobs import bytes_of_tensors, hf_job
 from tests.workers import WorkerPool
 
@@ -55,13 +55,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[case]
 
     return get
-
-
-def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    out: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        out.update(load_file(path))
-    return out
 
 
 def assert_same_weights(a: Path, b: Path) -> None:

@@ -37,7 +37,7 @@ from megalite.runtime.checkpoint.manifest import (
 )
 from megalite.runtime.checkpoint.reader import ShardReader
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, open_inside, write_file
-from tests.parity.test_resume import MODEL
+from tests.parity.runs import MODEL
 from tests.ranks import ROOT
 from tests.workers import WorkerPool
 
@@ -210,7 +210,7 @@ def test_waiting_on_a_high_descriptor() -> None:
 def train_counted(rank: int, arguments: list[str], world: int) -> dict[str, int]:
     """Train to the end, and count how often the manifest is parsed and the size of a shard is asked for."""
     from megalite.runtime.checkpoint import manifest as module
-    from tests.parity.test_resume import train
+    from tests.parity.runs import train
 
     counts, parse, allowance = {"parsed": 0, "asked": 0}, Manifest.from_json, module._allowance
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.parity.jobs import gpt2, llama, make_config
 from tests.rows import always_run
-from tests.unit.checkpoint.jobs import layout, load_and_save, train_and_save, verified_share, whole_tensors
+from tests.unit.checkpoint.jobs import assert_same, layout, load_and_save, train_and_save, verified_share, whole_tensors
 from tests.workers import WorkerPool
 
 Layout = dict[str, int]
@@ -58,14 +58,6 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[key]
 
     return get
-
-
-def assert_same(a: str, b: str) -> None:
-    one, other = whole_tensors(Path(a)), whole_tensors(Path(b))
-    assert one.keys() == other.keys()
-    for key, tensor in one.items():
-        np.testing.assert_array_equal(tensor, other[key], err_msg=key)
-        assert not np.isnan(tensor).any(), key
 
 
 @pytest.mark.parametrize("pair", always_run(PAIRS, *PAIRS[::3]), ids=lambda pair: "-".join(map(name_of, pair)))

@@ -22,17 +22,16 @@ import pytest
 import torch
 
 from megalite.core.base.errors import UserError, describe
-from megalite.core.base.slices import Slice
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.options.train import TrainConfig
 from megalite.runtime.base import waits
 from megalite.runtime.checkpoint import remote, upload
 from megalite.runtime.checkpoint.claim import Claim
-from megalite.runtime.checkpoint.fragments import SavedBox, assemble
-from megalite.runtime.checkpoint.manifest import Manifest, box_key, commit_text
+from megalite.runtime.checkpoint.fragments import assemble
+from megalite.runtime.checkpoint.manifest import Manifest
 from megalite.runtime.checkpoint.mirror import Mirror, SaveError, copy_together
-from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.checkpoint.upload import Part, Uploader
 from megalite.runtime.checkpoint.writer import receive, say
@@ -42,14 +41,8 @@ from megalite.runtime.places.downloads import bring_tree
 from megalite.runtime.places.store import MissingObject, Store, StoreError, cached_at, check_url
 from tests.faults import checkpoint_states as cs
 from tests.stores import KEY_ID, S3, SECRET, TOKEN, BreakingProxy, Fault, secrets_in
+from tests.unit.checkpoint.parts import make_part, remote_manifest, upload_parts
 from tests.workers import WorkerPool
-
-META = {
-    "step": 0,
-    "consumed_samples": 0,
-    "config": {"model": {}, "data": {}, "train": {}},
-    "scalars": {"num_steps": 0, "loss_scale": 1.0, "loss_scale_good_steps": 0},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -65,63 +58,6 @@ def url(s3: S3) -> str:
     return s3.url(f"runs/{secrets.token_hex(4)}/checkpoints")
 
 
-def make_part(
-    folder: Path,
-    url: str,
-    step: int,
-    rank: int = 0,
-    world: int = 1,
-    save_id: str = "0" * 16,
-    elements: int = 2500,
-    **orders: Any,
-) -> Part:
-    """A rank's part of a checkpoint as its writer leaves it: so many elements for each rank."""
-    folder.mkdir(parents=True, exist_ok=True)
-    box = SavedBox("master", "w", "F32", (world * elements,), Slice((rank * elements,), (elements,), 0))
-    key = box_key(box.kind, box.name, box.box.offset)
-    header, begins = make_header([(key, box.dtype, box.box.shape)])
-    path = folder / f"step_{step}_rank_{rank:05d}.safetensors"
-    size, crcs = write_file(path, [header, os.urandom(4 * elements)])
-    name = f"rank_{rank:05d}.safetensors"
-    fragment = {
-        "save_id": save_id,
-        "file": {"name": name, "size": size, "header": len(header), "crc32": crcs},
-        "boxes": [box._replace(box=Slice(box.box.offset, box.box.shape, begins[key])).to_json()],
-    }
-    job = {
-        "name": f"step_{step:08d}",
-        "full": True,
-        "save_id": save_id,
-        "rank": rank,
-        "world": world,
-        "root": str(folder / "checkpoints"),
-        "manifest": {"run_id": "r", "step": step, "topology": {}, "meta": {**META, "step": step}},
-        "remote": {
-            "hold": False,
-            "shared": True,
-            "base": -1,
-            "written": [],
-            "keep": [],
-            "keep_last": 2,
-            "owner": "me",
-            **orders,
-        },
-    }
-    return Part(job, os.open(path, os.O_RDONLY), fragment)
-
-
-def upload_parts(url: str, *parts: Part, owner: str = "me", patience: float = 30.0) -> list[dict[str, Any]]:
-    """Upload parts, each by a writer of its own, which ends then; their reports, without notes."""
-    Store(url).write(remote.OWNER, owner.encode())
-    reports: queue.Queue[dict[str, Any]] = queue.Queue()
-    for part in parts:
-        Uploader(url, lambda report: None if "note" in report else reports.put(report), patience).add(part)
-    answers = [reports.get(timeout=300) for _ in parts]
-    for part in parts:
-        part.failed = False  # nobody is left who would try again
-    return answers
-
-
 def test_a_checkpoint_of_two_ranks_arrives_and_comes_back(url: str, tmp_path: Path) -> None:
     parts = [make_part(tmp_path, url, 3, rank, 2) for rank in (1, 0)]
     sent = {p.fragment["file"]["name"]: os.pread(p.descriptor, 1 << 20, 0) for p in parts}
@@ -134,12 +70,6 @@ def test_a_checkpoint_of_two_ranks_arrives_and_comes_back(url: str, tmp_path: Pa
     for entry in manifest.files:
         remote.bring(copy, entry.name, entry.size, entry.crc32)
         assert (copy / entry.name).read_bytes() == sent[entry.name]
-
-
-def remote_manifest(copy: Path) -> Manifest:
-    data = (copy / "manifest.json").read_bytes()
-    assert (copy / "COMMIT").read_bytes() == commit_text(data)
-    return Manifest.from_json(data, "manifest")
 
 
 STRONG = (("rank_00000.safetensors", "cut-request"), ("COMMIT", "403"))

@@ -18,7 +18,7 @@ from megalite.runtime.checkpoint import remote
 from megalite.runtime.places.store import Store, StoreError
 from tests.stores import S3
 from tests.unit.checkpoint import hf_models
-from tests.unit.checkpoint.test_upload import make_part, upload_parts
+from tests.unit.checkpoint.parts import make_part, upload_parts
 
 
 @pytest.fixture(autouse=True)

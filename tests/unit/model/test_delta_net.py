@@ -11,7 +11,7 @@ from megalite.core.model.parameters import param_map
 from megalite.core.pipeline.schedule import Placement
 from megalite.core.sharding import Shard
 from tests.parity import jobs
-from tests.unit.extras.plan.test_memory import stages_of
+from tests.unit.extras.plan.counted import stages_of
 
 HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 

@@ -16,7 +16,7 @@ from megalite.core.ops.dropout import keep_mask
 from megalite.core.parts.context.blocks import BlockAttention
 from megalite.core.parts.context.ring import Ring
 from megalite.core.parts.mixers.gqa.attention import Attention
-from tests.unit.model.test_layers import layers_of, tiny
+from tests.unit.model.tiny_layers import layers_of, tiny
 
 ALONE = Axis("own")
 BLOCKS = BlockAttention(Ring(ALONE), ALONE, resolve("torch", "cpu", torch.float32))

@@ -1,7 +1,7 @@
 """No part of a step calls more operators, or moves more bytes, than in proportion to its tokens, layers or experts.
 
 Operators are counted at n, 2 n and 4 n: from 2 n to 4 n twice as many come on top as from n to 2 n. The scores of
-soft-capped attention are in memory by its contract, and not here.
+soft-capped attention are in memory by its contract, and masks of scores are drawn element by element: neither is here.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from megalite.extras.estimate.record import recorded_world
 from megalite.extras.estimate.tracker import arguments, launches, operands
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.unit.extras.estimate.test_all_ranks import in_turn
+from tests.unit.extras.estimate.layouts import in_turn
 
-EXPERTS = {"num_experts": 8, "moe_topk": 3, "moe_ffn_size": 24}
+EXPERTS = {"num_experts": 8, "moe_topk": 3, "moe_ffn_size": 32}
 DELTA = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
@@ -55,9 +55,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama4_text": {**EXPERTS, "moe_topk": 1, "moe_dense_layers": (0,), "moe_shared_ffn_size": 16}
     | {"attention_chunk_size": 8, "no_rope_freq": 2, "head_dim": 8},
     "mixtral": EXPERTS,
-    "deepseek_v3": {**EXPERTS, **LATENTS, "num_kv_heads": 8, "moe_shared_ffn_size": 16},
+    "deepseek_v3": {**EXPERTS, **LATENTS, "num_kv_heads": 8, "moe_shared_ffn_size": 16, "mtp_num_layers": 1},
     "qwen3_next": {**EXPERTS, **DELTA, "moe_shared_ffn_size": 16, "head_dim": 8, "rope_fraction": 0.5},
 }
+FP8 = {"precision": "bf16", "fp8_emulate": True}
 # Name of the row: (family, ranks, layout, training options, whether samples have documents).
 Row = tuple[str, int, dict[str, Any], dict[str, Any], bool]
 ROWS: dict[str, Row] = {
@@ -68,6 +69,8 @@ ROWS: dict[str, Row] = {
     "experts": ("mixtral", 2, {"ep": 2}, {"loss_chunk": 16, "recompute": "selective"}, False),
     "latents": ("deepseek_v3", 2, {"ep": 2, "moe_dispatch": "allgather"}, {}, False),
     "delta nets": ("qwen3_next", 1, {}, {}, True),
+    "fp8": ("llama", 1, {}, {**FP8, "fp8": "rowwise"}, False),
+    "experts in fp8": ("mixtral", 1, {}, {**FP8, "fp8": "tensorwise"}, False),
     "products in chunks": ("llama", 2, {"tp": 2, "tp_chunks": 2}, {}, False),
     "gather": ("gpt_oss", 2, {"cp": 2, "cp_comm": "gather"}, {}, True),
     "gathered latents": ("deepseek_v3", 2, {"cp": 2, "cp_comm": "gather"}, {}, False),
@@ -146,16 +149,27 @@ def with_rule(cfg: Config, **optim: Any) -> Config:
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, **optim))
 
 
-# Options of the optimizer, of training.
+# Options of the optimizer, of training. Samples of one micro-batch.
 UPDATES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *(({"optimizer": rule}, {}) for rule in RULES),
     ({"master_dtype": "bf16", "moments_dtype": "bf16"}, {"precision": "bf16"}),
+    *(({}, {"compress": codec}) for codec in ("int8", "topk:0.1", "powersgd:2")),
+    ({}, {"offload": "optimizer"}),
 ]
 
 
 @pytest.mark.parametrize(("optim", "train"), UPDATES, ids=str)
 def test_a_step_grows_with_its_layers(optim: dict[str, Any], train: dict[str, Any]) -> None:
     assert_linear(lambda layers: step(with_rule(config("llama", {"zero": 0}, train, layers), **optim), 2), 2)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_step_grows_with_its_micro_batches(zero: int) -> None:
+    def cfg(n: int) -> Config:
+        train = {"global_batch_size": 2 * n, "micro_batch_size": 1}
+        return config("llama", {"zero": zero, "zero_whole_below": 500}, train, 2 if zero < 3 else 3)
+
+    assert_linear(lambda n: step(cfg(n), 2), 2)
 
 
 @pytest.mark.parametrize("rule", ["adamw", "muon"])

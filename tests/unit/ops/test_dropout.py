@@ -12,7 +12,7 @@ import torch
 from megalite.core.ops import Ops
 from megalite.core.ops.attend import attend, attend_backward, dropped, dropped_backward
 from megalite.core.ops.dropout import HeadDropout, SampleWords
-from tests.unit.ops.test_stochastic_round import KEY, mix
+from tests.unit.ops.random_bits import KEY, mix
 
 
 def words(*shape: int, device: str = "cpu") -> torch.Tensor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megalite.core.base.errors import UserError
+from megalite.core.options.recipe import RECIPES
 from megalite.core.parts.quant.fp8 import (
     Codes,
     _cuda_scale,
@@ -24,7 +25,7 @@ from megalite.core.parts.quant.fp8 import (
     scaled_product,
 )
 from megalite.core.parts.quant.fp8_products import FORMATS, select
-from megalite.core.parts.quant.fp8_recipes import RECIPES
+from tests.unit.ops.fp8_by_hand import by_hand
 
 CASES = [
     ((1, 128), "e4m3", True),
@@ -34,32 +35,6 @@ CASES = [
     ((0, 0), "e4m3", False),
     ((0, 0), "e5m2", False),
 ]
-SPACING = {"e4m3": 2.0**-3, "e5m2": 2.0**-2}  # of codes, relative to the power of 2 below them
-SMALLEST = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}
-
-
-def nearest(x: np.ndarray, name: str) -> np.ndarray:
-    """Round to the nearest code, ties to even, in fp64 and without torch's casts."""
-    exponent = np.floor(np.log2(np.maximum(np.abs(x), 1e-300)))
-    step = np.maximum(2.0**exponent * SPACING[name], SMALLEST[name])
-    limit = 448.0 if name == "e4m3" else 57344.0
-    return np.clip(np.round(x / step) * step, -limit, limit)
-
-
-def by_hand(x: np.ndarray, block: tuple[int, int], name: str, power_of_2: bool) -> np.ndarray:
-    """Quantize and dequantize block by block, without torch."""
-    out, limit = np.zeros_like(x), 448.0 if name == "e4m3" else 57344.0
-    rows, columns = block[0] or x.shape[0], block[1] or x.shape[1]
-    for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], columns)):
-        part = x[i : i + rows, j : j + columns]
-        scale = np.float32(np.abs(part).max()) / np.float32(limit) or np.float32(1)
-        if power_of_2:
-            mantissa, exponent = np.frexp(scale)
-            scale = np.float32(2.0 ** (exponent - (mantissa == 0.5)))
-        # Exact for powers of 2; else in fp32, as a tie would fall to the other side.
-        ratio = part.astype(np.float32) * (np.float32(1) / scale)
-        out[i : i + rows, j : j + columns] = nearest(ratio.astype(float), name) * scale
-    return out
 
 
 @pytest.mark.parametrize(("block", "name", "power_of_2"), CASES)
@@ -209,7 +184,8 @@ def test_error_of_a_product() -> None:
 
 TRITON = """
 import torch
-from tests.unit.ops.test_fp8 import CASES, FORMATS, SMALLEST, SPACING
+from tests.unit.ops.fp8_by_hand import SMALLEST, SPACING
+from tests.unit.ops.test_fp8 import CASES, FORMATS
 from megalite.core.parts.quant.fp8 import fused_quantize, quantize
 
 generator = torch.Generator().manual_seed(1)

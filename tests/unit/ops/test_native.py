@@ -22,9 +22,9 @@ import torch
 from megalite.core.ops import resolve
 from megalite.core.parts import kernels as parts_kernels
 from megalite.core.parts.kernels import cpp, native
+from tests.ops_contract import CONTRACT
 
 ROOT = Path(__file__).parents[3]
-CONTRACT = [str(Path(__file__).parent / name) for name in ("test_backends.py", "test_registered.py")]
 
 
 def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:

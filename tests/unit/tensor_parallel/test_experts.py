@@ -14,16 +14,16 @@ from megalite.core.batch import ForwardPass
 from megalite.core.mesh.context import Axis
 from megalite.core.ops import grouped, resolve
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.recipe import RECIPES
 from megalite.core.parts.ffn.experts import dispatch
 from megalite.core.parts.ffn.experts.dispatch import DISPATCHES
 from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear
 from megalite.core.parts.ffn.experts.moe import MoELayer
 from megalite.core.parts.ffn.experts.routing import Router
 from megalite.core.parts.quant.fp8_products import select
-from megalite.core.parts.quant.fp8_recipes import RECIPES
 from tests.parity.jobs import init_parameters
-from tests.unit.model.test_layers import layers_of
-from tests.unit.ops.test_fp8 import by_hand
+from tests.unit.model.tiny_layers import layers_of
+from tests.unit.ops.fp8_by_hand import by_hand
 
 TRAINING = ForwardPass(1, 0, training=True, grad_scale=0.5)
 CPU = torch.device("cpu")
@@ -56,20 +56,25 @@ def test_renormalized_softmax_is_the_softmax_over_the_chosen() -> None:
     torch.testing.assert_close(plain.weights_TK, logits.softmax(-1).gather(1, best.indices))
 
 
+@pytest.mark.parametrize("weight", [None, 0.75], ids=["all tokens", "some are padding"])
 @pytest.mark.parametrize("by_sequence", [False, True])
-def test_losses_of_a_router(by_sequence: bool) -> None:
-    """Written out: E / (k T^2) sum over experts of tokens x probabilities, for each unit, times its T."""
+def test_losses_of_a_router(by_sequence: bool, weight: float | None) -> None:
+    """Written out: E / (k T^2) sum over experts of tokens x probabilities, for each unit, times T and the weight."""
     logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(2), requires_grad=True)
     kind = "seq_aux_loss" if by_sequence else "aux_loss"
     coeffs = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.07, "moe_router_load_balancing_type": kind}
-    routing = router_of(logits, **coeffs).route(torch.zeros(20, 2, 16), TRAINING)
+    lengths = (20, 20) if weight is None else (20, 13)
+    there_SB = torch.arange(20)[:, None] < torch.tensor(lengths)
+    fwd = TRAINING if weight is None else replace(TRAINING, router_weights_SB=weight * there_SB)
+    routing = router_of(logits, **coeffs).route(torch.zeros(20, 2, 16), fwd)
     p_SBE, chosen_SBE = logits.softmax(-1).view(20, 2, 6), torch.zeros(40, 6)
     chosen_SBE = chosen_SBE.scatter(1, logits.topk(2).indices, 1.0).view(20, 2, 6)
-    units = [(p_SBE[:, b], chosen_SBE[:, b]) for b in range(2)]
+    units = [(p_SBE[:n, b], chosen_SBE[:n, b]) for b, n in enumerate(lengths)]
     if not by_sequence:
-        units = [(p_SBE.flatten(0, 1), chosen_SBE.flatten(0, 1))]
+        units = [(torch.cat([p for p, _ in units]), torch.cat([c for _, c in units]))]
     balance = sum((len(p) * 6 / (2 * len(p) ** 2) * (c.sum(0) * p.sum(0)).sum() for p, c in units), torch.zeros(()))
-    expected = 0.3 * balance + 0.07 * logits.exp().sum(-1).log().square().sum()
+    z = logits.exp().sum(-1).log().square()[there_SB.flatten()].sum()
+    expected = (1.0 if weight is None else weight) * (0.3 * balance + 0.07 * z)
     assert routing.loss is not None
     torch.testing.assert_close(routing.loss, expected)
     y = torch.ones(3, requires_grad=True)

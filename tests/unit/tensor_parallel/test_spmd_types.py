@@ -14,7 +14,7 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.grid import Grid
 from megalite.core.tensor_parallel.embedding import _Lookup
 from tests.parity import jobs
-from tests.parity.test_layouts import VARIANTS
+from tests.parity.layouts import VARIANTS
 from tests.spmd.check import check
 from tests.spmd.types import SpmdTypeError
 

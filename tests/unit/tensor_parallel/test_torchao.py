@@ -21,9 +21,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalite.core.parts.quant import fp8, fp8_recipes
+from megalite.core.options.recipe import RECIPES
+from megalite.core.parts.quant import fp8
 from megalite.core.sharding import ParamSpec, Shard
-from tests.unit.tensor_parallel.test_products import LAYERS, config, operands, run_layers, shapes, spec_of
+from tests.unit.tensor_parallel.fp8_layers import LAYERS, config, operands, run_layers, shapes, spec_of
 
 float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed (.ci/peers.sh tests with it)")
 EPS = 1e-12
@@ -48,9 +49,7 @@ def largest_difference(
 ) -> dict[str, float]:
     """By product: the largest difference in any layer of a block, relative to the product's largest element."""
     cfg = config(recipe)
-    monkeypatch.setattr(
-        "tests.unit.tensor_parallel.test_products.operands", lambda *args: scaled(operands(*args), size)
-    )
+    monkeypatch.setattr("tests.unit.tensor_parallel.fp8_layers.operands", lambda *args: scaled(operands(*args), size))
     ours = run_layers(0, cfg, 1)
     found: dict[str, float] = {}
     for name in LAYERS:
@@ -68,7 +67,7 @@ def scaled(pair: tuple[Tensor, Tensor], size: float) -> tuple[Tensor, Tensor]:
 
 def change(monkeypatch: pytest.MonkeyPatch, recipe: str, **fields: Any) -> None:
     """Give one of our recipes other settings."""
-    monkeypatch.setitem(fp8_recipes.RECIPES, recipe, replace(fp8_recipes.RECIPES[recipe], **fields))
+    monkeypatch.setitem(RECIPES, recipe, replace(RECIPES[recipe], **fields))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_codes_of_mxfp8() -> None:
     """Scales rounded up, which torchao calls RCEIL."""
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     x = matrix()
-    recipe = fp8_recipes.RECIPES["mxfp8"]
+    recipe = RECIPES["mxfp8"]
     ours = fp8.quantize(x, recipe.activation, torch.float8_e4m3fn, recipe.power_of_2)
     scale, codes = mx.to_mx(x, torch.float8_e4m3fn, 32, mx.ScaleCalculationMode.RCEIL)
     torch.testing.assert_close(scale.float(), ours.scale, rtol=0, atol=0)
@@ -124,7 +123,7 @@ def test_codes_of_mxfp8() -> None:
 def test_codes_of_blocks(weight: bool) -> None:
     """Blocks of 128 with fp32 scales, torchao's choice; ours are the next power of 2."""
     kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
-    x, recipe = matrix(), fp8_recipes.RECIPES["blockwise"]
+    x, recipe = matrix(), RECIPES["blockwise"]
     block = recipe.weight if weight else recipe.activation
     theirs, scale = (
         kernels.torch_blockwise_scale_weight_quant if weight else kernels.torch_blockwise_scale_act_quant_lhs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -15,33 +16,13 @@ import torch
 
 import megalite
 from megalite.core.base.log import RankFile
+from megalite.core.rows import Rows
 from megalite.extras.view.metrics import read_metrics
 from megalite.runtime.base.child import children
 from megalite.runtime.options import cli
 from tests.ranks import ROOT
+from tests.unit.train.tiny_run import SIZES, Mine
 from tests.workers import WorkerPool
-
-SIZES: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "seq_len": 8,
-    "vocab_size": 31,
-    "global_batch_size": 4,
-    "device": "cpu",
-    "train_steps": 3,
-}
-
-
-class Mine:
-    """Samples of a user: tensors, lists and arrays."""
-
-    def __len__(self) -> int:
-        return 7
-
-    def sample(self, i: int) -> Any:
-        ids = [(3 * i + k) % 31 for k in range(9)]
-        return (torch.tensor(ids), ids, np.array(ids, np.int16))[i % 3]
 
 
 def train(rank: int, run_dir: str, options: dict[str, Any]) -> Any:
@@ -50,7 +31,6 @@ def train(rank: int, run_dir: str, options: dict[str, Any]) -> Any:
     import torch
 
     import megalite
-    from tests.unit.train.test_api import SIZES, Mine
 
     before = children(os.getpid())
     called: list[str] = []
@@ -189,6 +169,10 @@ def test_a_step_takes_arrays_and_tensors(tmp_path: Path) -> None:
         for batch in (ids[:3], ids[:, :8], ids.astype(float), torch.ones(4, 9)):
             with pytest.raises(megalite.UserError, match=r"must be token ids .* = \[4, 9\]"):
                 eval_step(run.engine, batch)
+        for weight in (-1.0, np.nan):
+            rows = dataclasses.replace(Rows.of(ids), weights=np.full((4, 8), weight, np.float32))
+            with pytest.raises(megalite.UserError, match=r"the weight of a target"):
+                eval_step(run.engine, rows)
 
 
 def test_a_run_imports_neither_the_compiler_nor_triton_on_cpu() -> None:

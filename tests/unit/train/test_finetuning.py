@@ -51,7 +51,6 @@ def chats(folder: Path, answers: int = 4) -> str:
 def train(rank: int, run_dir: str, options: dict[str, Any], stop: int = 0) -> tuple[list[float], float | None]:
     """Loss by step, and the evaluation loss at the end; asked to stop after step `stop`."""
     import megalite
-    from tests.unit.train.test_finetuning import SIZES
 
     losses = []
     with megalite.start(megalite.configure(**{**SIZES, **options, "run_dir": run_dir})) as run:

@@ -48,6 +48,9 @@ def test_rates_in_use_are_logged_and_recorded(tmp_path: Path) -> None:
         assert [step["lr"] for step in megalite.steps(run)] == pytest.approx([2e-3])
     # The ramp of weight decay is over at step 4 of 4, and not at step 5 of 5: no jump.
     assert "in the next step" not in log.read_text()
+    steeper = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, lr=4e-3))
+    with megalite.start(steeper):
+        assert "the learning rate rises: 0.002 in step 5 of the checkpoint, 0.008 in the next step" in log.read_text()
 
 
 # Options of the run that goes on -> what is logged. The checkpoint's: 1e-3 constant, weight decay 0.1.

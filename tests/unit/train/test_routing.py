@@ -13,7 +13,7 @@ import megalite
 from megalite.core.parts.counters.routers import RoutingFigures
 from megalite.runtime.watch.expert_watch import ExpertWatch
 from tests.parity.jobs import llama
-from tests.unit.train.test_api import SIZES, Mine
+from tests.unit.train.tiny_run import SIZES, Mine
 
 
 def test_unused_and_collapsed_experts_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from megalite.extras.convert.megatron.convert import import_megatron
 from megalite.extras.inference.load import load_model
 from megalite.runtime.checkpoint.load import model_config
 from megalite.runtime.checkpoint.manifest import read_manifest
-from tests.parity.test_resume import train
+from tests.parity.runs import train
 from tests.unit.checkpoint.jobs import whole_tensors
 
 WRITER = Path(__file__).with_name("megatron_writer.py")

@@ -12,8 +12,7 @@ import torch
 from megalite.core.base.errors import UserError
 from megalite.extras.convert import command
 from megalite.extras.convert.hf import export_hf
-from tests.unit.checkpoint.hf_models import logits_of, make_model, tokens
-from tests.unit.checkpoint.test_hf import read_all
+from tests.unit.checkpoint.hf_models import logits_of, make_model, read_all, tokens
 
 
 def upcycle(folder: Path, out: Path, *more: str) -> None:

@@ -25,7 +25,7 @@ from megalite.core.pipeline.schedule import Op
 from megalite.core.step import train_step
 from megalite.extras.estimate import races
 from tests.parity import jobs
-from tests.unit.extras.estimate.test_all_ranks import ALL, CUT, EXPERTS, WHOLE_3
+from tests.unit.extras.estimate.layouts import ALL, CUT, EXPERTS, WHOLE_3
 
 ZERO_3 = {**CUT, **WHOLE_3}
 BF16 = {"precision": "bf16"}

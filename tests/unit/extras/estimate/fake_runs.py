@@ -9,10 +9,25 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.extras.estimate import command
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def answers(asked: Sequence[str], without: Sequence[str] = ()) -> list[Any]:
+    """What the tool answers to several command lines, and the memory of its process, which lacks some packages."""
+    lines = "".join(json.dumps(words.split()) + "\n" for words in asked)
+    program = [sys.executable, "-m", "tests.unit.extras.estimate.fake_runs", *without]
+    done = subprocess.run(program, input=lines, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def main() -> None:

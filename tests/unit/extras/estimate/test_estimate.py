@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from megalite.extras.estimate.rank import run_step
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options import cli
+from tests.unit.extras.estimate.fake_runs import answers
 
 ROOT = Path(__file__).resolve().parents[4]
 GIB = 2**30
@@ -62,15 +62,6 @@ class Runs:
     windows: list[dict[str, Any]]
     picture: Path
     process_bytes: int
-
-
-def answers(asked: Sequence[str], without: Sequence[str] = ()) -> list[Any]:
-    """What the tool answers to several command lines, and the memory of its process, which lacks some packages."""
-    lines = "".join(json.dumps(words.split()) + "\n" for words in asked)
-    command = [sys.executable, "-m", "tests.unit.extras.estimate.fake_runs", *without]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.parts.families import PRESETS
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.cli import parse
-from tests.unit.extras.estimate.test_estimate import answers
-from tests.unit.extras.plan.test_latents import NEW_PRESETS
+from tests.unit.extras.estimate.fake_runs import answers
+from tests.unit.extras.plan.models import NEW_PRESETS
 
 NEEDS_COMPILER = pytest.mark.skipif(
     shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires"

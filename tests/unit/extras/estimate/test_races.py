@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megalite.extras.estimate.order import COMPUTE, HOST, Order
-from tests.unit.extras.estimate.test_all_ranks import ALL
+from tests.unit.extras.estimate.layouts import ALL
 
 ROOT = Path(__file__).resolve().parents[4]
 PROGRAM = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from megalite.core.batch import MicroBatch
 from megalite.core.build import build_engine
-from megalite.core.mesh.context import Axis, ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.parts.codecs.powersgd import PowerSGD, is_worth
 from megalite.core.pipeline.schedule import Placement
@@ -21,18 +19,17 @@ from megalite.extras.plan.report import dry_run_report
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.unit.extras.plan.test_memory import (
+from tests.unit.extras.plan.counted import (
     DTYPES,
     TRAINING,
-    _state_bytes,
-    config,
+    experts_context,
     kept_until_w,
     net_bytes,
-    rank_context,
     stages_of,
+    state_bytes,
 )
+from tests.unit.extras.plan.models import EXPERTS, config
 
-EXPERTS = {"num_experts": 8, "moe_topk": 2, "moe_ffn_size": 48, "ffn_hidden_size": 128}
 SHARED = {"moe_shared_ffn_size": 32, "moe_shared_gate": True, "moe_renormalize": False, "moe_dense_layers": (1,)}
 
 # gpt-oss.
@@ -97,16 +94,6 @@ def test_a_split_backward_keeps_what_the_closed_form_says(options: dict[str, Any
     assert kept_until_w(cfg) == pytest.approx(deferred_bytes(cfg, cfg.model.block_kind(0)), rel=0.02)
 
 
-def experts_context(grid: Grid, rank: int) -> ParallelContext:
-    """`rank_context` with the axes of the experts."""
-    ctx, own = rank_context(grid, rank), grid.experts
-    axes = {("ep",): Axis("ep")}
-    if own is not None:
-        here = own.coords(rank)
-        axes = {(n,): Axis(n, own[n], here[n]) for n in ("ep", "edp")}
-    return replace(ctx, axes={**ctx.axes, **axes})
-
-
 @pytest.mark.parametrize(
     ("world", "layout", "precision", "zero"),
     [
@@ -131,7 +118,7 @@ def test_a_rank_holds_what_is_planned(
         assert planned.parameters == sum(p.numel() for p in params)
         states = planned.weights + planned.main_grad + planned.optimizer
         # Buckets are aligned.
-        assert states == pytest.approx(_state_bytes(engine.optimizer, params), rel=0.01)
+        assert states == pytest.approx(state_bytes(engine.optimizer, params), rel=0.01)
 
 
 def test_bytes_of_experts_by_their_own_axes() -> None:

@@ -18,7 +18,6 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.model.flops import flops_per_token
 from megalite.core.model.parameters import describe_parameters, param_map
 from megalite.core.ops.delta_rule import gated_delta_rule, gated_delta_transition
-from megalite.core.parts.families import FAMILIES
 from megalite.core.pipeline.schedule import Placement
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.cluster import Cluster
@@ -31,16 +30,16 @@ from megalite.extras.plan.time.rates import Rates
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.unit.extras.plan.test_experts import EXPERTS, experts_context
-from tests.unit.extras.plan.test_memory import (
+from tests.unit.extras.plan.counted import (
     DTYPES,
     TRAINING,
-    _state_bytes,
-    config,
+    experts_context,
     kept_until_w,
     net_bytes,
     stages_of,
+    state_bytes,
 )
+from tests.unit.extras.plan.models import EXPERTS, NEW_PRESETS, config
 
 LATENT = {"num_kv_heads": None, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LOW_RANK = {**LATENT, "q_lora_rank": 20}
@@ -103,7 +102,7 @@ def test_a_rank_holds_what_is_planned(world: int, layout: dict[str, Any], precis
         assert planned.parameters == sum(p.numel() for p in params)
         states = planned.weights + planned.main_grad + planned.optimizer
         # Buckets are aligned.
-        assert states == pytest.approx(_state_bytes(engine.optimizer, params), rel=0.01)
+        assert states == pytest.approx(state_bytes(engine.optimizer, params), rel=0.01)
 
 
 def test_states_of_muon() -> None:
@@ -111,13 +110,9 @@ def test_states_of_muon() -> None:
     cfg = config("llama", LOW_RANK, {"tp": 4, "zero": 0}, {"optimizer": "muon"}, precision="bf16")
     grid = Grid.of(8, tp=4)
     engine = build_engine(cfg, experts_context(grid, 0))
-    real = _state_bytes(engine.optimizer, [p for stage in engine.stages.values() for p in stage.parameters()])
+    real = state_bytes(engine.optimizer, [p for stage in engine.stages.values() for p in stage.parameters()])
     planned = memory_per_rank(cfg, grid)[0]
     assert planned.weights + planned.main_grad + planned.optimizer == pytest.approx(real, rel=0.002)
-
-
-NEW_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama4_text", "qwen3_next")
-NEW_PRESETS = [preset for family in NEW_FAMILIES for preset in FAMILIES[family].presets]
 
 
 @pytest.mark.parametrize("preset", NEW_PRESETS)

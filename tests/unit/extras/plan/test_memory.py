@@ -2,73 +2,40 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from megalite.core import ops as kernels
 from megalite.core.base.errors import UserError
-from megalite.core.batch import ForwardPass, MicroBatch, Positions
-from megalite.core.build import build_engine, build_stages
-from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.batch import MicroBatch
+from megalite.core.build import build_engine
 from megalite.core.mesh.grid import Grid
-from megalite.core.model.gpt import GPTStage
 from megalite.core.model.partition import layer_split, stage_layers
-from megalite.core.optim.optimizer import DistributedOptimizer
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
-from megalite.core.options.optim import OptimConfig
 from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.schedule import Placement
-from megalite.core.sharding.parameter import ShardedParameter
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.memory.stages import parameters_on_rank
 from megalite.extras.plan.report import dry_run_report
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
+from tests.unit.extras.plan.counted import (
+    DTYPES,
+    TRAINING,
+    kept_until_w,
+    net_bytes,
+    rank_context,
+    stages_of,
+    state_bytes,
+)
+from tests.unit.extras.plan.models import config
 
-CPU = torch.device("cpu")
 DENSE = BlockKind()
-TRAINING = ForwardPass(1, 0, training=True, samples=range(2), positions=Positions.of_samples(32))
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SMALL = {"num_layers": 6, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 300, "seq_len": 32}
-
-
-def config(
-    arch: str = "llama",
-    model: dict[str, Any] | None = None,
-    parallel: dict[str, Any] | None = None,
-    optim: dict[str, Any] | None = None,
-    **train: Any,
-) -> Config:
-    return Config(
-        model=ModelConfig.from_arch(arch, **{**SMALL, **(model or {})}),
-        parallel=ParallelConfig(**{"device": "cpu", "schedule": "1f1b", "vocab_divisible_by": 8, **(parallel or {})}),
-        train=TrainConfig(**train),
-        optim=OptimConfig(**(optim or {})),
-    )
-
-
-def rank_context(grid: Grid, rank: int) -> ParallelContext:
-    """A rank's view of the grid without processes: enough to make tensors, not to communicate."""
-    here = grid.coords(rank)
-    axes = {(n,): Axis(n, grid[n], here[n]) for n in grid.names} | {("ends",): Axis("ends")}
-    batch = next(group for group in grid.groups(*grid.batch) if rank in group)
-    axes[grid.batch] = Axis("dpxcp", len(batch), batch.index(rank), batch)
-    pp_grad = Axis("pp_grad", grid["pp"], here["pp"])
-    return ParallelContext(grid, rank, CPU, axes, world=Axis("world"), pp_grad=pp_grad)
-
-
-def stages_of(cfg: Config, grid: Grid, rank: int, placement: Placement) -> dict[int, GPTStage]:
-    ctx, dtype = rank_context(grid, rank), DTYPES[cfg.train.precision]
-    return build_stages(cfg, ctx, placement, dtype, kernels.resolve(None, CPU, dtype))
 
 
 # --- parameters and states --------------------------------------------------------------------------------------------
@@ -111,21 +78,11 @@ def test_bytes_of_states_counted_on_tensors(precision: str, zero: int, optimizer
     engine = build_engine(cfg, rank_context(grid, 3))
     params = [p for stage in engine.stages.values() for p in stage.parameters()]
     count = sum(p.numel() for p in params)
-    real = _state_bytes(engine.optimizer, params)
+    real = state_bytes(engine.optimizer, params)
     planned = memory_per_rank(cfg, grid)[0]
     assert planned.parameters == count
     assert real / count == pytest.approx(per_parameter, rel=0.01)
     assert planned.weights + planned.main_grad + planned.optimizer == pytest.approx(count * per_parameter, rel=1e-5)
-
-
-def _state_bytes(optimizer: DistributedOptimizer, params: list[torch.nn.Parameter]) -> int:
-    """Bytes of the distinct storages behind weights, main gradients, masters and moments."""
-    tensors: list[torch.Tensor] = [state.flat for state in optimizer.states() if state.flat.numel()]
-    for param in params:
-        assert isinstance(param, ShardedParameter)
-        tensors += [param.data, param.main_grad]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -177,20 +134,6 @@ def test_gradients_that_travel_in_bf16_are_a_copy() -> None:
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
-def net_bytes(run: Any) -> int:
-    """Bytes allocated in `run` and still held by its result, by torch's allocator."""
-    gc.collect()  # what earlier tests have left is not freed meanwhile
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-            kept = run()
-    finally:
-        gc.enable()
-    total = sum(e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
-    del kept
-    return total
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3", "olmo2", "gpt_neox", "gemma2", "gemma3_text", "dropout"])
@@ -209,27 +152,6 @@ def test_a_layer_keeps_what_the_closed_form_says(arch: str, recompute: str, prec
     # The block's input was there before and its output belongs to the next block: the same size.
     # A norm's statistics are 4 to 16 bytes a token, by kind and type; the smallest tensor that counts is 128.
     assert net_bytes(lambda: stage(x, batch, TRAINING)) == pytest.approx(block_activations(cfg, DENSE), abs=16 * 64)
-
-
-def kept_until_w(cfg: Config) -> int:
-    """Bytes that the first stage's blocks keep between B and W of a split backward pass, on 2 x 32 tokens."""
-    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
-    stage.first = stage.last = False
-    jobs.init_parameters(stage, 1)
-    for param in stage.parameters():
-        param.requires_grad_(param.dim() > 1)  # gradients of vectors are not deferred
-    x = torch.randn(32, 2, 64, dtype=torch.bfloat16).requires_grad_()
-    batch = MicroBatch.of_samples(torch.zeros(32, 2, dtype=torch.long), None)
-
-    def until_w() -> object:
-        y = stage(x, batch, TRAINING)
-        with stage.queue.defer(0):
-            torch.autograd.backward(y, torch.ones_like(y))
-        x.grad = None
-        return stage.queue._kept.pop(0)
-
-    until_w()
-    return net_bytes(until_w)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3", "olmo2", "gpt_neox", "gemma2"])

@@ -30,15 +30,8 @@ from megalite.extras.plan.time.step import pass_times
 from megalite.runtime.options.cli import parse
 from tests.parity import jobs
 from tests.rows import always_run
-from tests.unit.extras.plan.test_memory import (
-    DTYPES,
-    TRAINING,
-    _state_bytes,
-    config,
-    net_bytes,
-    rank_context,
-    stages_of,
-)
+from tests.unit.extras.plan.counted import DTYPES, TRAINING, net_bytes, rank_context, stages_of, state_bytes
+from tests.unit.extras.plan.models import config
 
 PLACEMENTS = [Placement(1, 1), Placement(2, 1), Placement(2, 3), Placement(2, 2, v_shape=True)]
 
@@ -62,7 +55,7 @@ def test_bytes_of_states_counted_on_tensors(optimizer: str) -> None:
     grid = Grid.of(4, pp=2)
     for pp_rank in range(2):
         engine = build_engine(cfg, rank_context(grid, grid.rank(pp=pp_rank)))
-        real = _state_bytes(engine.optimizer, [p for s in engine.stages.values() for p in s.parameters()])
+        real = state_bytes(engine.optimizer, [p for s in engine.stages.values() for p in s.parameters()])
         planned = memory_per_rank(cfg, grid)[pp_rank]
         assert planned.weights + planned.main_grad + planned.optimizer == pytest.approx(real, rel=0.01)
 

@@ -18,7 +18,8 @@ from megalite.extras.plan.report import dry_run_report
 from megalite.extras.plan.search import search
 from megalite.runtime.options import cli
 from megalite.runtime.options.run import Config
-from tests.unit.extras.plan.test_memory import config, rank_context
+from tests.unit.extras.plan.counted import rank_context
+from tests.unit.extras.plan.models import config
 
 # Of a host with 8 GPUs and one link of 12.5 GB/s. Each of 72 bytes (six copies of master and two moments) a parameter,
 # times 8 / GPUs; 12 bytes over 6 GB/s a GPU; 12 bytes times 8 over the host's link.

@@ -1,0 +1,131 @@
+"""What fault tests and the soak share: a small run, faults of its ranks, and how to read what a run has left."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.zygote import Job, Left, Zygote
+
+STEPS = 8
+RUN = [
+    *("--num-layers", "2", "--hidden-size", "16", "--num-heads", "2", "--vocab-size", "64", "--seq-len", "16"),
+    *("--global-batch-size", "8", "--mock-data", "--device", "cpu", "--lr", "1e-3", "--hidden-dropout", "0.1"),
+    *("--train-steps", str(STEPS), "--save-every", "2"),
+]
+FOREVER = ["--train-steps", "1000000", "--lr-decay", "constant"]
+RECOVER = ["--recover", "process"]
+
+
+def begin(zygote: Zygote, folder: Path, world: int, flags: list[str], *faults: dict[str, Any]) -> Job:
+    folder.mkdir(exist_ok=True)
+    return zygote.start([*RUN, "--run-dir", str(folder / "run"), *flags], world, folder, *faults)
+
+
+@pytest.fixture(scope="module")
+def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert codes(begin(zygote, folder, 2, []).end()) == [0, 0]
+    return folder / "run"
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def kill(rank: int, at: int, folder: Path, place: str = "step", kind: str = "kill") -> dict[str, Any]:
+    """A fault that happens once, whoever the rank is then."""
+    mark = str(folder / f"{kind}_{place}_{rank}_{at}")
+    return {"rank": rank, "kind": kind, "place": place, "at": at, "once": mark}
+
+
+def in_batch(place: str, sample: int) -> dict[str, Any]:
+    """A fault in each step whose batch ends at this sample, on all ranks."""
+    return {"rank": "all", "kind": "", "place": place, "at": sample}
+
+
+def waits_at(step: int, folder: Path) -> dict[str, Any]:
+    """Rank 0 does a step only once the folder has a file "go on"."""
+    return {"rank": 0, "kind": "await", "place": "step", "at": step, "path": str(folder / "go on")}
+
+
+def once_committed(run_dir: Path, step: int, rank: int, at: int) -> dict[str, Any]:
+    """A fault: the rank does step `at` only once the checkpoint of an earlier step is there to stay."""
+    path = run_dir / "checkpoints" / f"step_{step:08d}" / "COMMIT"
+    return {"rank": rank, "kind": "await", "place": "step", "at": at, "path": str(path)}
+
+
+# --- what a run has left ----------------------------------------------------------------------------------------------
+
+
+def codes(left: list[Left]) -> list[int]:
+    return [rank.code for rank in left]
+
+
+def outcome(run_dir: Path) -> tuple[list[tuple[int, float, float, int]], str]:
+    """Losses, norms and sample counts of the steps, and a hash of the last checkpoint's tensors."""
+    steps = {
+        r["step"]: (r["step"], r["loss"], r["grad_norm"], r["consumed_samples"])
+        for r in metrics(run_dir)
+        if "event" not in r
+    }
+    digest = hashlib.sha256()
+    for shard in sorted((run_dir / "checkpoints" / "latest").glob("*.safetensors")):
+        digest.update(shard.name.encode() + shard.read_bytes())
+    return [steps[step] for step in sorted(steps)], digest.hexdigest()
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [line for line in metrics(run_dir) if line.get("event") == name]
+
+
+def evaluations(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in events(run_dir, "eval")}
+
+
+def repeated(run_dir: Path) -> int:
+    """How many steps have a second line."""
+    steps = [line["step"] for line in metrics(run_dir) if "event" not in line]
+    return len(steps) - len(set(steps))
+
+
+def committed(run_dir: Path) -> set[str]:
+    return {path.parent.name for path in (run_dir / "checkpoints").glob("step_*/COMMIT")}
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def process_of(run_dir: Path, rank: int) -> int:
+    """The process that is this rank now."""
+    return int((run_dir / "logs" / f"rank_{rank}.pid").read_text().split()[0])
+
+
+def guard_waits(pids: Iterable[int]) -> bool:
+    """Whether the guard among these processes is with the others: it has a thread for what it keeps."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if b"-I\0-S\0-c\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return len(os.listdir(f"/proc/{pid}/task")) > 1
+    return False
+
+
+def wait_for(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
+    """Poll until true, or fail with what was waited for, or what there is to say then."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what if isinstance(what, str) else what()}"
+        time.sleep(0.2)

@@ -1,0 +1,97 @@
+"""What a rank holds and keeps, counted on tensors and without processes."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megalite.core import ops as kernels
+from megalite.core.batch import ForwardPass, MicroBatch, Positions
+from megalite.core.build import build_stages
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.core.model.gpt import GPTStage
+from megalite.core.optim.optimizer import DistributedOptimizer
+from megalite.core.pipeline.schedule import Placement
+from megalite.core.sharding.parameter import ShardedParameter
+from megalite.runtime.options.run import Config
+from tests.parity import jobs
+
+CPU = torch.device("cpu")
+TRAINING = ForwardPass(1, 0, training=True, samples=range(2), positions=Positions.of_samples(32))
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def rank_context(grid: Grid, rank: int) -> ParallelContext:
+    """A rank's view of the grid without processes: enough to make tensors, not to communicate."""
+    here = grid.coords(rank)
+    axes: dict[tuple[str, ...], Axis] = {(n,): Axis(n, grid[n], here[n]) for n in grid.names}
+    axes[("ends",)] = Axis("ends")
+    batch = next(group for group in grid.groups(*grid.batch) if rank in group)
+    axes[grid.batch] = Axis("dpxcp", len(batch), batch.index(rank), batch)
+    pp_grad = Axis("pp_grad", grid["pp"], here["pp"])
+    return ParallelContext(grid, rank, CPU, axes, world=Axis("world"), pp_grad=pp_grad)
+
+
+def stages_of(cfg: Config, grid: Grid, rank: int, placement: Placement) -> dict[int, GPTStage]:
+    ctx, dtype = rank_context(grid, rank), DTYPES[cfg.train.precision]
+    return build_stages(cfg, ctx, placement, dtype, kernels.resolve(None, CPU, dtype))
+
+
+def state_bytes(optimizer: DistributedOptimizer, params: list[torch.nn.Parameter]) -> int:
+    """Bytes of the distinct storages behind weights, main gradients, masters and moments."""
+    tensors: list[torch.Tensor] = [state.flat for state in optimizer.states() if state.flat.numel()]
+    for param in params:
+        assert isinstance(param, ShardedParameter)
+        tensors += [param.data, param.main_grad]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def net_bytes(run: Any) -> int:
+    """Bytes allocated in `run` and still held by its result, by torch's allocator."""
+    gc.collect()  # what earlier tests have left is not freed meanwhile
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+            kept = run()
+    finally:
+        gc.enable()
+    total = sum(e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
+    del kept
+    return total
+
+
+def kept_until_w(cfg: Config) -> int:
+    """Bytes that the first stage's blocks keep between B and W of a split backward pass, on 2 x 32 tokens."""
+    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
+    stage.first = stage.last = False
+    jobs.init_parameters(stage, 1)
+    for param in stage.parameters():
+        param.requires_grad_(param.dim() > 1)  # gradients of vectors are not deferred
+    x = torch.randn(32, 2, 64, dtype=torch.bfloat16).requires_grad_()
+    batch = MicroBatch.of_samples(torch.zeros(32, 2, dtype=torch.long), None)
+
+    def until_w() -> object:
+        y = stage(x, batch, TRAINING)
+        with stage.queue.defer(0):
+            torch.autograd.backward(y, torch.ones_like(y))
+        x.grad = None
+        return stage.queue._kept.pop(0)
+
+    until_w()
+    return net_bytes(until_w)
+
+
+def experts_context(grid: Grid, rank: int) -> ParallelContext:
+    """`rank_context` with the axes of the experts."""
+    ctx, own = rank_context(grid, rank), grid.experts
+    axes: dict[tuple[str, ...], Axis] = {("ep",): Axis("ep")}
+    if own is not None:
+        here = own.coords(rank)
+        axes = {(n,): Axis(n, own[n], here[n]) for n in ("ep", "edp")}
+    return replace(ctx, axes={**ctx.axes, **axes})
