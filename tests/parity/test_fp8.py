@@ -101,7 +101,7 @@ def assert_promised(ranks: list[list[tuple[float, float]]], single: Config, tp: 
     expected = np.array(one_process(single))
     for rank in ranks:
         got = np.array(rank)
-        np.testing.assert_allclose(got[0, 0], expected[0, 0], rtol=3e-4 if single.train.precision == "bf16" else 1e-6)
+        np.testing.assert_allclose(got[0, 0], expected[0, 0], rtol=3e-4 if single.train.precision == "bf16" else 2e-6)
         # Without tp, the order of the sums over ranks is all that differs.
         np.testing.assert_allclose(got[0, 1], expected[0, 1], rtol=1e-2 if tp > 1 else 1e-5)
         np.testing.assert_allclose(got[:, 0], expected[:, 0], rtol=1e-3)
