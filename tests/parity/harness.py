@@ -199,9 +199,9 @@ def no_near_ties() -> Iterator[None]:
 
 
 @cache
-def one_process(cfg: Config, data: Data = fixed, before: Callable[[Any], None] = lambda engine: None) -> Result:
+def one_process(cfg: Config, data: Data = fixed) -> Result:
     with no_near_ties():
-        (result,) = trained(0, [cfg], 1, [data], before)
+        (result,) = trained(0, [cfg], 1, [data])
     return result
 
 
@@ -278,8 +278,9 @@ def check_mistake(
     """Assert that the mistake is found by `assert_same`."""
     arguments = (mistakes, mistake, cfg, world, data)
     ranks = pool.run(world, mistaken, *arguments) if world > 1 else [mistaken(0, *arguments)]
+    expected = one_process(in_one_process(cfg), data)
     with pytest.raises(AssertionError):
-        assert_same([rank[0] for rank in ranks], one_process(in_one_process(cfg), data), mistake)
+        assert_same([rank[0] for rank in ranks], expected, mistake)
 
 
 def check_rounding(pool: WorkerPool, model: ModelConfig, layouts: Sequence[dict[str, Any]]) -> None:
