@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from megalite.core import ops as kernels
@@ -52,18 +53,29 @@ def state_bytes(optimizer: DistributedOptimizer, params: list[torch.nn.Parameter
     return sum(storages.values())
 
 
+def _allocations(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            yield event
+        yield from _allocations(event.children)
+
+
+def _started(event: Any) -> int:
+    return int(event.start_time_ns)
+
+
 def net_bytes(run: Any) -> int:
     """Bytes allocated in `run` and still held by its result, by torch's allocator."""
-    gc.collect()  # what earlier tests have left is not freed meanwhile
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-            kept = run()
-    finally:
-        gc.enable()
-    total = sum(e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        kept = run()
+    held: dict[int, int] = {}
+    for event in sorted(_allocations(prof.profiler.kineto_results.experimental_event_tree()), key=_started):
+        # What something else has left may be freed meanwhile.
+        held.pop(event.extra_fields.ptr, None)
+        if event.extra_fields.alloc_size > 0:
+            held[event.extra_fields.ptr] = event.extra_fields.alloc_size
     del kept
-    return total
+    return sum(held.values())
 
 
 def kept_until_w(cfg: Config) -> int:
