@@ -64,7 +64,7 @@ def to_rows(batch: Batch, engine: Engine[StepConfig]) -> Rows:
     """Make rows of this rank's samples, on the host.
 
     Raises:
-        UserError: they are of another shape, not whole numbers, negative as inputs, or have a weight that is no weight.
+        UserError: they are of another shape, not whole numbers, negative as inputs, or have a wrong weight.
     """
     if isinstance(batch, Rows):
         return batch.check_inputs("the batch")

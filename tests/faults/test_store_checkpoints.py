@@ -18,8 +18,9 @@ from megalite.runtime.checkpoint import remote
 from megalite.runtime.checkpoint.load import verify_together
 from megalite.runtime.checkpoint.names import step_folders
 from megalite.runtime.places.store import Store
-from tests.faults.store_runs import MODEL, losses
+from tests.faults.store_runs import MODEL
 from tests.faults.zygote import Job, Zygote
+from tests.parity.runs import losses
 from tests.ranks import finish, reserve_port, run_ranks, start_rank
 from tests.stores import S3, BreakingProxy, Fault, environment, secrets_in
 

@@ -22,8 +22,8 @@ from megalite.runtime.checkpoint import remote
 from megalite.runtime.checkpoint.manifest import Manifest, commit_text
 from megalite.runtime.places.store import Store
 from tests.faults.networks import networks
-from tests.faults.store_runs import losses
 from tests.faults.zygote import Job, Zygote
+from tests.parity.runs import losses
 from tests.ranks import reserve_port
 from tests.stores import S3, BreakingProxy, Fault, environment
 

@@ -1,4 +1,4 @@
-"""Processes that serve a run beside it, and memory shared with them. No library is imported; not just for Linux.
+"""Processes that serve a run beside it, and memory shared with them. Standard library alone; not just for Linux.
 
 The children (the writer of checkpoints, the watchdog) import this file too: they start in a fraction of a second.
 """

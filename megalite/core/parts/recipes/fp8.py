@@ -1,4 +1,4 @@
-"""The recipes of Transformer Engine and DeepSeek-V3."""
+"""Scales for blocks as in DeepSeek-V3 (arXiv:2412.19437, section 3.3), for rows, for tensors, and for MX blocks."""
 
 from __future__ import annotations
 
