@@ -174,6 +174,10 @@ def _upload(store: Store, part: Part, patience: float) -> list[str]:
     if not part.fragment:
         return _upload_whole(store, part)
     started = time.monotonic()
+    if part.job["rank"] == 0:
+        # Before its part: once all parts are there, other hosts may commit. What fails is tried again at the commit.
+        with contextlib.suppress(StoreError):
+            send_run_files(store, part.job)
     send_part(store, part)
     patience += _PATIENCE_S + 3 * (time.monotonic() - started)
     return commit_part(store, part, patience) if part.job["rank"] == 0 else []
@@ -231,12 +235,8 @@ def _publish(store: Store, part: Part, manifest: Manifest, data: bytes, fragment
     for entry in manifest.files:
         if sizes.get(entry.name) != entry.size:
             raise StoreError(f"{store.url}/{part.name}/{entry.name}", f"has {sizes.get(entry.name)} bytes there")
-    _check_owner(store, job)
     # Before COMMIT: who resumes from it on another disk has the metrics up to there.
-    problems = list[str]()
-    if job["root"]:
-        run_dir = Path(job["root"]).parent
-        problems = _try("config and metrics are not uploaded", lambda: _upload_run_files(store, run_dir))
+    problems = send_run_files(store, job)
     if job["full"]:
         # Before COMMIT too: a later one that is abandoned must not be what the next start takes.
         remote.set_aside(store, part.name, job["remote"])
@@ -254,6 +254,19 @@ def _try(problem: str, step: Callable[[], None]) -> list[str]:
     except (OSError, StoreError) as e:
         return [f"{problem} ({e})"]
     return []
+
+
+def send_run_files(store: Store, job: dict[str, Any]) -> list[str]:
+    """Upload config and metrics, if the job knows where they are; return the problem if that failed.
+
+    Raises:
+        StoreError: the store cannot tell whose the place is.
+        TakenError: the place is another run's.
+    """
+    _check_owner(store, job)
+    if not job["root"]:
+        return []
+    return _try("config and metrics are not uploaded", lambda: _upload_run_files(store, Path(job["root"]).parent))
 
 
 def _check_owner(store: Store, job: dict[str, Any]) -> None:

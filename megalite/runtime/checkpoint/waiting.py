@@ -20,8 +20,8 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.runtime.base.waits import tell
 from megalite.runtime.checkpoint import remote
 from megalite.runtime.checkpoint.commit import TEMPORARY
-from megalite.runtime.checkpoint.upload import METRICS, Part, TakenError, commit_part, send_part
-from megalite.runtime.places.store import MissingObject, Store
+from megalite.runtime.checkpoint.upload import METRICS, Part, TakenError, commit_part, send_part, send_run_files
+from megalite.runtime.places.store import MissingObject, Store, StoreError
 
 # Name of a save -> number of its parts, and of each part that some host has, the ranks that see it.
 _Found = dict[str, tuple[int, dict[int, list[int]]]]
@@ -59,7 +59,7 @@ def upload_waiting(root: Path, url: str, ctx: ParallelContext, patience: float) 
         for name in whole:
             senders = {part: _sender(part, ranks) for part, ranks in found[name][1].items()}
             own = [part for part in mine.get(name, []) if senders[part.job["rank"]] == ctx.rank]
-            agree_in_rounds(ctx, partial(_send, store, own), tell)
+            agree_in_rounds(ctx, partial(_send, store, root, own), tell)
             commit = partial(_commit, store, name, root if 0 in senders else None)
             agree_in_rounds(ctx, commit if ctx.rank == senders.get(0, 0) else lambda: None, tell)
     for part in (part for parts in mine.values() for part in parts):
@@ -108,10 +108,14 @@ def _choose(store: Store, found: _Found) -> tuple[list[str], list[str]]:
     return chosen, incomplete
 
 
-def _send(store: Store, parts: list[Part]) -> None:
+def _send(store: Store, root: Path, parts: list[Part]) -> None:
     for part in parts:
-        if not _is_there(store, part):
-            send_part(store, part)
+        if _is_there(store, part):
+            continue
+        if part.job["rank"] == 0:
+            with contextlib.suppress(StoreError, TakenError):  # which the commit meets again
+                send_run_files(store, _job_here(store, part.job, root))
+        send_part(store, part)
 
 
 def _is_there(store: Store, part: Part) -> bool:
@@ -130,17 +134,22 @@ def _commit(store: Store, name: str, root: Path | None) -> None:
     Args:
         root: the checkpoints folder of a host that has the part of rank 0, and so may have the run's newest files.
     """
-    job: dict[str, Any] = json.loads(store.read(_fragment(name, 0)))["job"]
-    has_files = root is not None and _has_newest_metrics(store, root.parent)
-    orders = {"root": str(root) if has_files else "", "remote": job["remote"] | {"owner": _owner(store, job["remote"])}}
+    job = _job_here(store, json.loads(store.read(_fragment(name, 0)))["job"], root)
     try:
-        problems = commit_part(store, Part(job | orders, -1, {}), 0.0)
+        problems = commit_part(store, Part(job, -1, {}), 0.0)
     except TakenError as e:
         logger.warning(f"{name} was not uploaded by an earlier process, and is given up: {e}")
         return
     logger.info(f"uploaded {store.url}/{name}, which an earlier process had written")
     for problem in problems:
         logger.warning(f"{name} is uploaded, but {problem}")
+
+
+def _job_here(store: Store, job: dict[str, Any], root: Path | None) -> dict[str, Any]:
+    """Return the job of the process that wrote a save, to be finished by this one."""
+    has_files = root is not None and _has_newest_metrics(store, root.parent)
+    owner = _owner(store, job["remote"])
+    return job | {"root": str(root) if has_files else "", "remote": job["remote"] | {"owner": owner}}
 
 
 def _owner(store: Store, orders: dict[str, Any]) -> str:

@@ -195,10 +195,14 @@ def test_a_store_that_takes_nothing_leaves_nothing_visible(
 
 
 def test_a_missing_part_is_not_committed(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's metrics are there with rank 0's part: its disk may be lost before others commit."""
     monkeypatch.setattr(upload, "_PATIENCE_S", 1.0)
-    report = upload_parts(url, make_part(tmp_path, url, 1, 0, 2), patience=0.0)[0]
+    part = make_part(tmp_path, url, 1, 0, 2)
+    (tmp_path / "metrics.jsonl").write_text("1\n")
+    report = upload_parts(url, part, patience=0.0)[0]
     assert "rank_00001.json" in report["error"]
     assert remote.committed(Store(url)) == []
+    assert Store(url).parent.read("metrics.jsonl") == b"1\n"
 
 
 def test_a_rank_that_is_ahead_keeps_its_part(url: str, tmp_path: Path) -> None:

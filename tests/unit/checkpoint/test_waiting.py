@@ -93,12 +93,12 @@ def _save_anew(rank: int, url: str, disks: list[str]) -> bool:
     return is_saved
 
 
-def _sent(rank: int, url: str, disk: str) -> list[int]:
-    """The parts that this rank of one host uploads."""
-    sent = list[int]()
+def _sent(rank: int, url: str, disk: str) -> list[tuple[int, bool]]:
+    """The parts that this rank of one host uploads, and whether the metrics were there before."""
+    sent = list[tuple[int, bool]]()
 
     def send(store: Store, part: Part) -> None:
-        sent.append(part.job["rank"])
+        sent.append((part.job["rank"], "metrics.jsonl" in store.parent.names()))
         send_part(store, part)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -231,14 +231,17 @@ def test_a_part_that_is_nowhere(pool: WorkerPool, url: str, disks: list[str], sa
 
 
 def test_the_ranks_of_a_host_share_its_parts(pool: WorkerPool, url: str, disks: list[str]) -> None:
-    """And send none again that has arrived: here rank 1's alone has not."""
+    """And send none again that has arrived: here rank 1's alone has not. The metrics come before rank 0's."""
     store = Store(f"{url}/checkpoints")
     pool.run(2, _save_without_an_owner, url, disks, False)
     (name,) = (name.rstrip("/") for name in store.names() if name.startswith("step_00000004"))
     store.delete([f"{name}/{PARTS[2]}"])
     shutil.copytree(f"{disks[1]}/checkpoints", f"{disks[0]}/checkpoints", dirs_exist_ok=True)
-    assert pool.run(2, _sent, url, disks[0]) == [[], [1]]
+    assert pool.run(2, _sent, url, disks[0]) == [[], [(1, False)]]
     assert remote.committed(store)[0] == name
+    store.delete([f"{name}/COMMIT"])
+    Path(disks[0], "metrics.jsonl").write_text("1\n")
+    assert (0, True) in pool.run(2, _sent, url, disks[0])[0]
 
 
 def test_a_long_upload_holds_up_no_collective(pool: WorkerPool) -> None:
