@@ -30,6 +30,7 @@ from megalite.core.optim.optimizer import DistributedOptimizer
 from megalite.core.optim.shares import Sharding
 from megalite.core.optim.unit_weights import UnitWeights
 from megalite.core.optim.weight_store import ShardedWeights
+from megalite.core.options.recompute import MODES, Extent
 from megalite.core.options.step import StepConfig
 from megalite.core.parts.context import share_attention
 from megalite.core.parts.memory.activations import ActivationOffload
@@ -127,7 +128,7 @@ def resolve_ops(cfg: StepConfig, ctx: ParallelContext) -> Ops:
         replace(ops, attention=attention),
         m.attention_sinks,
         dropout=m.attention_dropout > 0,
-        recomputed=cfg.train.recompute != "none",
+        recomputed=MODES[cfg.train.recompute].most > Extent.NOTHING,
         long=long,
     )
     # What communicates, or goes block by block, stays outside of compiled code.
@@ -173,6 +174,7 @@ def build_stages(
             dispatch=dispatch,
             allocate=cfg.zero_stage(ctx.batch.size) < 3,
             tp_chunks=cfg.parallel.tp_chunks,
+            recompute=MODES[cfg.train.recompute],
         )
         last = index == placement.num_stages - 1
         # An embedding that is used twice on one rank is one parameter.
@@ -182,7 +184,6 @@ def build_stages(
             split[index],
             first=index == 0,
             last=last,
-            recompute=cfg.train.recompute,
             loss_chunk=cfg.train.loss_chunk,
             label_smoothing=cfg.train.label_smoothing,
             z_loss=cfg.train.z_loss,

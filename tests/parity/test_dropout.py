@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.recompute import MODES
 from megalite.runtime.checkpoint.manifest import commit_text
 from tests.parity import jobs, models, runs
 from tests.parity.harness import Grid, assert_same, check, in_one_process, one_process, ranks_of, scaled, trained
@@ -111,7 +112,7 @@ def test_micro_batch_size_changes_nothing(size: int) -> None:
         assert_same(trained(0, [cfg], 1), one_process(in_one_process(cfg)), f"micro-batches of {size}")
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", [mode for mode in MODES if mode != "none"])
 def test_recompute_draws_the_same_masks(recompute: str) -> None:
     for model in (GPT2, GEMMA2, SINKS, LATENT):
         want, got = (jobs.train(0, jobs.make_config(model, recompute=mode), 1) for mode in ("none", recompute))

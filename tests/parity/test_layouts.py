@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.recompute import MODES
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.layouts import LAYOUTS, MODELS, VARIANTS, micro_batch_size
@@ -59,7 +60,12 @@ def test_micro_batch_size_changes_nothing(size: int) -> None:
     np.testing.assert_allclose(jobs.train(0, cfg, 1), one_process(cfg.model), rtol=1e-5)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_mode_of_recomputation_goes_as_far_as_it_says() -> None:
+    for mode in MODES.values():
+        assert max(map(mode.extent, range(100))) is mode.most
+
+
+@pytest.mark.parametrize("recompute", [mode for mode in MODES if mode != "none"])
 def test_recompute_changes_not_a_bit(recompute: str) -> None:
     for make in MODELS.values():
         model = make()

@@ -13,21 +13,26 @@ from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
 from megalite.core.model.layers import Layers, NoNorm, Rope
 from megalite.core.model.parameters import NORM_NAMES
 from megalite.core.ops.attention import prepare_to_compile
+from megalite.core.options.recompute import Extent
 
 
 class Block(nn.Module):
     """One transformer block: x -> x, both x_SBH (x_sBH with sequence parallelism).
 
     Each sub-layer may have a norm before it and one after it; `NORM_NAMES` lists those that a model has.
+
+    Attributes:
+        recomputed: what it recomputes in backward; all of it is up to the stage.
     """
 
-    def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
+    def __init__(self, layers: Layers, index: int) -> None:
         super().__init__()
         name, norms = f"layers.{index}", NORM_NAMES[layers.cfg.norm_position]
         self.parallel_residual = layers.cfg.parallel_residual
         kind = layers.cfg.block_kind(index)
         mixer, feed_forward = MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]
-        self.self_attn = mixer.module(layers, index, recompute_core)
+        self.recomputed = layers.recompute.extent(index)
+        self.self_attn = mixer.module(layers, index, recompute_core=self.recomputed is Extent.CORE)
         self.mlp = feed_forward.module(layers, index)
         # Registered under their global names, called by their place. The order of registration is that of their
         # gradients in a bucket, and so decides the last bit of the gradient norm.
@@ -62,8 +67,8 @@ class PredictingBlock(Block):
     out, the model's last one or that of the module before.
     """
 
-    def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
-        super().__init__(layers, index, recompute_core)
+    def __init__(self, layers: Layers, index: int) -> None:
+        super().__init__(layers, index)
         name = f"layers.{index}"
         self.enorm, self.hnorm = layers.norm(f"{name}.enorm"), layers.norm(f"{name}.hnorm")
         self.eh_proj = layers.replicated(f"{name}.eh_proj")

@@ -18,6 +18,7 @@ from megalite.core.batch import ForwardPass, Message, MicroBatch, Positions
 from megalite.core.model.block import Block, PredictingBlock, compile_block
 from megalite.core.model.layers import Layers
 from megalite.core.ops.cross_entropy import softcap_
+from megalite.core.options.recompute import Extent
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.core.tensor_parallel.linear import ColumnParallelLinear
 from megalite.core.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
@@ -33,7 +34,6 @@ class GPTStage(nn.Module):
         layers: makes this stage's layers.
         blocks: global indices of its blocks.
         first, last: whether it holds the embedding, and the output layer with the loss.
-        recompute: "none", "selective" (attention core) or "full" (whole blocks).
         loss_chunk: tokens per chunk in output layer and loss; 0 = all at once.
         label_smoothing, z_loss: of the training loss, see `vocab_parallel_cross_entropy`.
         shared_embedding: weight of the embedding if it lives on this rank; used as the output weight where that is
@@ -53,7 +53,6 @@ class GPTStage(nn.Module):
         *,
         first: bool,
         last: bool,
-        recompute: str = "none",
         loss_chunk: int = 0,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -66,11 +65,9 @@ class GPTStage(nn.Module):
         self._saving = saving
         self.first = first
         self.last = last
-        self.recompute = recompute
         self.queue, self.log = layers.queue, layers.log
         self._recompute_options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         self._recompute_options["context_fn"] = layers.log.passes
-        layers.log.remembers = recompute == "full"
         self._sequence_shards = layers.tp.size if layers.sequence_parallel else 1
         self._hidden_size, self._dtype = cfg.hidden_size, layers.dtype
         if first:
@@ -78,8 +75,8 @@ class GPTStage(nn.Module):
             if cfg.position == "learned":
                 self.embed_positions = PositionEmbedding(layers)
             self.embedding_dropout = layers.dropout("embedding", -1)
-        self.layers = nn.ModuleDict({str(i): Block(layers, i, recompute == "selective") for i in blocks})
-        self._blocks = list(self.layers.values())
+        self._blocks = [Block(layers, i) for i in blocks]
+        self.layers = nn.ModuleDict({str(i): block for i, block in zip(blocks, self._blocks)})
         self._predicting: list[PredictingBlock] = []
         self.mtp_losses: list[torch.Tensor | float] = [0.0] * cfg.mtp_num_layers
         if last:
@@ -101,7 +98,7 @@ class GPTStage(nn.Module):
     def _add_predicting(self, layers: Layers, embedding: ShardedParameter | None) -> None:
         """Add the blocks that predict further tokens; `embedding`: its weight, if it lives on this rank."""
         cfg = layers.cfg
-        self._predicting = [PredictingBlock(layers, i, self.recompute == "selective") for i in cfg.mtp_layers]
+        self._predicting = [PredictingBlock(layers, i) for i in cfg.mtp_layers]
         self.layers.update({str(i): block for i, block in zip(cfg.mtp_layers, self._predicting)})
         if cfg.tie_embeddings:
             embedding = self.lm_head.weight
@@ -153,9 +150,9 @@ class GPTStage(nn.Module):
             loss = loss + (loss_SB - loss_SB.detach())
         return loss
 
-    def _run(self, block: nn.Module, *args: Any) -> torch.Tensor:
+    def _run(self, block: Block, *args: Any) -> torch.Tensor:
         """Run a block, the pass last of its arguments."""
-        if self.recompute == "full" and args[-1].training:
+        if block.recomputed is Extent.BLOCK and args[-1].training:
             return checkpoint(block, *args, **self._recompute_options)
         return block(*args)
 

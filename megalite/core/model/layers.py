@@ -19,6 +19,7 @@ from megalite.core.model.stage_log import StageLog
 from megalite.core.ops import Ops
 from megalite.core.options.choices import Function
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.recompute import MODES, Recomputation
 from megalite.core.sharding import Layout, ParamSpec, Shard, StateTensor
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.core.tensor_parallel.embedding import VocabParallelEmbedding
@@ -56,6 +57,7 @@ class Layers:
         dispatch: way of tokens to experts, a name of `tensor_parallel.dispatch.DISPATCHES`.
         allocate: whether parameters get memory; otherwise buckets hold their weights.
         tp_chunks: chunks of a linear layer's forward product.
+        recompute: what each block recomputes in backward.
     """
 
     cfg: ModelConfig
@@ -76,6 +78,7 @@ class Layers:
     dispatch: str = "alltoall"
     allocate: bool = True
     tp_chunks: int = 1
+    recompute: Recomputation = field(default_factory=lambda: MODES["none"])
     _rotary: dict[object, Rotary | Temperature] = field(default_factory=dict, init=False, repr=False)
 
     def param(self, name: str, adds_to_main_grad: bool = False) -> ShardedParameter:

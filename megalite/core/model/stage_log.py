@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -17,11 +17,11 @@ class StageLog:
     """The log of one stage and step.
 
     Attributes:
-        choices: what a forward pass that is to be repeated has chosen (ids of experts).
+        choices: what a forward pass that will be repeated has chosen (ids of experts).
         sums: what this rank's tokens add to the figures of a layer, fp64 [n].
         states: what layers keep from step to step beside parameters, by layer.
-        recomputing: whether a forward pass repeats an earlier one.
-        remembers: whether every forward pass will be repeated: its choices are kept until then.
+        remembers: whether the forward pass that runs will be repeated: its choices are kept until then.
+        recomputing: whether it repeats an earlier one.
         warned: whether it has been said that a layer takes more memory than is planned for.
     """
 
@@ -29,7 +29,7 @@ class StageLog:
         self.choices: dict[Key, torch.Tensor] = {}
         self.sums: dict[Key, torch.Tensor] = {}
         self.states: dict[int, StateTensor] = {}
-        self.recomputing = self.remembers = self.warned = False
+        self.remembers = self.recomputing = self.warned = False
 
     def clear(self) -> None:
         """Forget the step before."""
@@ -43,16 +43,16 @@ class StageLog:
             self.choices[key] = choices
 
     def passes(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Make the contexts of a forward pass and of its recomputation."""
-        return nullcontext(), self._repeated()
+        """Make the contexts of a forward pass that will be repeated, and of its recomputation."""
+        return self._while("remembers"), self._while("recomputing")
 
     @contextmanager
-    def _repeated(self) -> Iterator[None]:
-        self.recomputing = True
+    def _while(self, which: str) -> Iterator[None]:
+        setattr(self, which, True)
         try:
             yield
         finally:
-            self.recomputing = False
+            setattr(self, which, False)
 
     def by_layer(self) -> dict[int, torch.Tensor]:
         """Sum over the micro-batches, in their order."""

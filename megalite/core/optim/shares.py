@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megalite.core.base.hardware import pinned_bytes
+from megalite.core.base.host_memory import pinned_bytes
 from megalite.core.options.optim import OptimConfig
 
 if TYPE_CHECKING:

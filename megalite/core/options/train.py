@@ -10,6 +10,7 @@ from megalite.core.options.batch_sizes import BatchSizes
 from megalite.core.options.compression import Compression, read_compression
 from megalite.core.options.names import Choices, check_names
 from megalite.core.options.recipe import RECIPES
+from megalite.core.options.recompute import MODES
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class TrainConfig:
     """Compute what --fp8 would on any device, slower than bf16: codes as on a GPU, multiplied in fp32."""
     fp8_keep_bf16: int = 0
     """Number of first, and of last, blocks that --fp8 leaves alone."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Annotated[str, Choices(MODES)] = "none"
     """What to recompute in the backward pass: nothing, the attention core (selective), or whole blocks (full)."""
     ops: str = "auto"
     """Kernels: one backend for all ops (auto, torch, triton, cuda, cpp, onednn, apex), or OP=BACKEND pairs separated by

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from megalite.core.base.errors import UserError
-from megalite.core.base.hardware import available_memory, process_memory
+from megalite.core.base.host_memory import available_memory, process_memory
 from megalite.core.base.log import logger
 from megalite.core.mesh.grid import Grid
 from megalite.core.mesh.rendezvous import local_world_size
+from megalite.core.options.recompute import MODES
 from megalite.core.parts.ffn.experts import imbalance
 from megalite.core.parts.schedules.choose import names_of
 from megalite.extras.plan.cluster import Cluster
@@ -198,9 +199,9 @@ def remedies(cfg: Config, grid: Grid, budget: int, cluster: Cluster, host: int =
 
 def _saves(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether no option of a layout takes more memory than before."""
-    modes = ("none", "selective", "full")
     grows = all(new[name] >= old[name] for name in ("tp", "pp", "zero"))
-    again = modes.index(new["recompute"]) >= modes.index(old["recompute"])
+    before, after = old["recompute"], new["recompute"]
+    again = after == before or MODES[after].most > MODES[before].most
     return grows and again and new["micro_batch_size"] <= old["micro_batch_size"]
 
 

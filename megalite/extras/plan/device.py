@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from megalite.core.base.errors import LocalUserError
-from megalite.core.base.hardware import DEVICES, Device, find_gpu, installed_memory
+from megalite.core.base.hardware import DEVICES, Device, find_gpu
+from megalite.core.base.host_memory import installed_memory
 from megalite.core.base.log import env_int
 from megalite.core.mesh.rendezvous import local_world_size
 from megalite.extras.plan.cluster import FITTED, Cluster, Constants, read_calibration

@@ -10,6 +10,7 @@ from typing import Any
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.partition import blocks_by_kind
+from megalite.core.options.recompute import MODES, Extent
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.runtime.options.run import Config
@@ -93,10 +94,11 @@ def batches(cfg: Config, grid: Grid, fixed: frozenset[str], offloads: tuple[str,
     for samples in _held(fixed, "micro_batch_size", t.micro_batch_size, _MICRO_BATCHES):
         if share % samples:
             continue
-        for recompute in _held(fixed, "recompute", t.recompute, ("none", "selective", "full")):
-            if recompute == "selective" and "recompute" not in fixed and not _selective_saves(cfg):
+        for recompute in _held(fixed, "recompute", t.recompute, MODES):
+            most = MODES[recompute].most
+            if most is Extent.CORE and "recompute" not in fixed and not _core_saves(cfg):
                 continue
-            if recompute == "full" and cfg.parallel.schedule.startswith("zb") and "schedule" not in fixed:
+            if most is Extent.BLOCK and cfg.parallel.schedule.startswith("zb") and "schedule" not in fixed:
                 continue  # a split backward keeps what recomputation brings back
             for offload in _held(fixed, "offload", t.offload, offloads):
                 asked = {"micro_batch_size": samples, "recompute": recompute, "offload": offload}
@@ -104,10 +106,10 @@ def batches(cfg: Config, grid: Grid, fixed: frozenset[str], offloads: tuple[str,
                 yield from _valid(cfg, asked_zero, asked)
 
 
-def _selective_saves(cfg: Config) -> bool:
+def _core_saves(cfg: Config) -> bool:
     """Whether recomputing the attention core saves a twentieth of a block's activations: not with fused attention."""
     return any(
-        block_activations(cfg, kind, "selective") < 0.95 * block_activations(cfg, kind, "none")
+        block_activations(cfg, kind, Extent.CORE) < 0.95 * block_activations(cfg, kind, Extent.NOTHING)
         for kind in blocks_by_kind(cfg.model)
     )
 

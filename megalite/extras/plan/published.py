@@ -18,6 +18,7 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.model.partition import block_work, stage_layers
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.recompute import MODES
 from megalite.core.options.train import TrainConfig
 from megalite.core.pipeline.schedule import placement_of
 from megalite.extras.plan.cluster import FITTED, Cluster, Constants, read_tree
@@ -160,7 +161,7 @@ class Run:
         """Compute the bytes that a block keeps per micro-batch, by recomputation mode."""
         m, row = cfg.model, self.row
         scores = 5.0 * m.num_heads * m.seq_len * tokens / cfg.parallel.tp
-        kept = {mode: float(block_activations(cfg, m.block_kind(0), mode)) for mode in ("none", "selective", "full")}
+        kept = {name: float(block_activations(cfg, m.block_kind(0), mode.most)) for name, mode in MODES.items()}
         kept["none"] *= _EAGER_KEEPS if m.gated and not row["sw"]["fused"] else 1
         kept["none"] += 0 if row["layout"]["flash"] else scores
         if row["sw"]["stack"] == "nanotron" and cfg.parallel.sequence_parallel:

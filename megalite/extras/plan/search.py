@@ -9,6 +9,7 @@ from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.grid import Grid
+from megalite.core.options.recompute import MODES
 from megalite.core.pipeline.schedule import check_schedule
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.layouts import batches, shapes, sharded
@@ -86,7 +87,7 @@ class Candidate:
     def order(self) -> tuple[Any, ...]:
         """Sort key of layouts of equal time: the simpler first. Sharding over dp alone is simpler than a pipeline."""
         o = self.options
-        again = ("none", "selective", "full").index(o["recompute"])
+        again = MODES[o["recompute"]].most
         axes = o["pp"], o["tp"], o["cp"], o["ep"]
         return o["offload"] != "none", again, *axes, o["zero"] != 1, o["zero"], o["vp"], str(o)
 

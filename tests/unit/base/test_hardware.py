@@ -6,14 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.core.base.hardware import (
-    available_memory,
-    find_gpu,
-    installed_memory,
-    nvlink_speed,
-    peak_of_name,
-    process_memory,
-)
+from megalite.core.base.hardware import find_gpu, nvlink_speed, peak_of_name
+from megalite.core.base.host_memory import available_memory, installed_memory, process_memory
 
 
 @pytest.mark.parametrize(

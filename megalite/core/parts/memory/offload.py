@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from megalite.core.base.errors import require
-from megalite.core.base.hardware import available_memory
+from megalite.core.base.host_memory import available_memory
 from megalite.core.base.log import logger
 from megalite.core.mesh.rendezvous import local_world_size
 from megalite.core.optim.bucket import Bucket

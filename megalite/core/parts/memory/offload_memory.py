@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.core.base.hardware import pinned_bytes
+from megalite.core.base.host_memory import pinned_bytes
 from megalite.core.model.saved import residual_bytes
 from megalite.core.options.step import StepConfig
 from megalite.core.parts.schedules.steady import extend, most_waiting, sample_sizes

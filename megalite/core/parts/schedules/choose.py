@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from megalite.core.base.errors import UserError
 from megalite.core.options.parallel import SCHEDULES
+from megalite.core.options.recompute import MODES, Extent
 from megalite.core.options.step import StepConfig
 from megalite.core.parts.schedules.simulate import Simulation, simulate
 from megalite.core.parts.schedules.steady import extend, sample_sizes
@@ -34,8 +35,8 @@ class Request:
         counts: numbers of micro-batches per step and pipeline, largest first; the schedule must be able to run all.
         max_activations: largest number of chunk activations that a rank may hold at once; None: as many as the classic
             schedule, 1F1B (vp = 1) or interleaved.
-        split_backward: whether schedules may defer weight gradients. With full recomputation they should not: from I
-            to W a chunk would hold all of its recomputed activations.
+        split_backward: whether schedules may defer weight gradients. Where blocks are recomputed they should not: from
+            I to W a chunk would hold all of their activations.
     """
 
     pp: int
@@ -52,7 +53,8 @@ class Request:
             UserError: a batch size is not divisible by dp times the micro-batch size.
         """
         *fewer, m = cfg.microbatch_counts(dp)
-        return cls(cfg.parallel.pp, cfg.parallel.vp, (m, *fewer), split_backward=cfg.train.recompute != "full")
+        recomputes = MODES[cfg.train.recompute].most is Extent.BLOCK
+        return cls(cfg.parallel.pp, cfg.parallel.vp, (m, *fewer), split_backward=not recomputes)
 
     @property
     def bound(self) -> int:

@@ -19,6 +19,7 @@ from megalite.core.base.log import logger
 from megalite.core.build import build_engine
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
+from megalite.core.options.recompute import Extent
 from megalite.core.step import train_step
 from megalite.extras.plan.calibration.alone import SAMPLES, UNKNOWN
 from megalite.extras.plan.calibration.machine import Machine, at_least, least_squares, require_consistent
@@ -94,7 +95,10 @@ def _predicted(cfg: Config, samples: int, device: Device, constants: Constants) 
     """Predict a block and the ends of the model on a rank alone."""
     one = single(cfg)
     load = replace(Workload.of(one, Cluster(device, 1, 1, device.network, constants)), samples=samples)
-    return {"block": block_time(load, one.model.block_kind(0), "none"), "ends": head_time(load, vocab_rows(one))}
+    return {
+        "block": block_time(load, one.model.block_kind(0), Extent.NOTHING),
+        "ends": head_time(load, vocab_rows(one)),
+    }
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
 from megalite.core.model.saved import SavedTensor, element_size, inside, residual_bytes, residual_rows, tokens
 from megalite.core.options.choices import BlockKind
+from megalite.core.options.recompute import MODES, Extent
 from megalite.core.parts.options.context_parallel import choose_comm, head_ranks
+from megalite.extras.plan.memory.stages import planned_block
 from megalite.runtime.options.run import Config
 
 
-def block_activations(cfg: Config, kind: BlockKind, recompute: str | None = None) -> int:
+def block_activations(cfg: Config, kind: BlockKind, recomputed: Extent | None = None) -> int:
     """Compute the bytes that one block keeps per micro-batch for backward; arguments as for `saved_by_block`."""
-    return sum(row.bytes for row in saved_by_block(cfg, kind, recompute))
+    return sum(row.bytes for row in saved_by_block(cfg, kind, recomputed))
 
 
 def mtp_bytes(cfg: Config) -> int:
@@ -20,38 +22,38 @@ def mtp_bytes(cfg: Config) -> int:
     Its projection reads two hidden sizes, its norms the hidden states that the output layer keeps, embeddings, and what
     the block puts out. Recomputed, it keeps its two inputs; either way its output is kept.
     """
-    m, kind = cfg.model, cfg.model.block_kind(cfg.model.mtp_layers.start)
-    kept = block_activations(cfg, kind)
-    if cfg.train.recompute == "full":
+    m, block = cfg.model, planned_block(cfg, cfg.model.mtp_layers.start)
+    kept = block_activations(cfg, *block)
+    if block.recomputed is Extent.BLOCK:
         return kept + residual_bytes(cfg)
     statistics = 3 * m.norm_kind.statistics * 4 * residual_rows(cfg)
     return kept + 5 * residual_bytes(cfg) + statistics + mask_bytes(cfg)
 
 
-def recomputed_bytes(cfg: Config, kind: BlockKind) -> int:
+def recomputed_bytes(cfg: Config, kind: BlockKind, recomputed: Extent) -> int:
     """Compute the bytes that backward of one block takes: what recomputing brings back, and the work of its mixer."""
     mixer, feed_forward = MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]
     # Backward of the feed-forward layer is over by then.
     work = max(0, mixer.work(cfg) - sum(row.bytes for row in feed_forward.saved(cfg)))
-    if cfg.train.recompute == "none":
+    if recomputed is Extent.NOTHING:
         return work
-    if cfg.train.recompute == "full":
-        return work + block_activations(cfg, kind, "none")
+    if recomputed is Extent.BLOCK:
+        return work + block_activations(cfg, kind, Extent.NOTHING)
     # The core works on a copy of its input, which is kept too.
     return work + sum(row.bytes for row in mixer.core(cfg))
 
 
-def saved_by_block(cfg: Config, kind: BlockKind, recompute: str | None = None) -> list[SavedTensor]:
+def saved_by_block(cfg: Config, kind: BlockKind, recomputed: Extent | None = None) -> list[SavedTensor]:
     """List what one block keeps per micro-batch until its backward.
 
     Args:
-        recompute: overrides the mode of the config.
+        recomputed: what it recomputes; None: as the first block.
     """
-    mode = recompute or cfg.train.recompute
+    extent = MODES[cfg.train.recompute].extent(0) if recomputed is None else recomputed
     mixer, feed_forward = MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]
-    if mode == "full":
+    if extent is Extent.BLOCK:
         return [_on_residual(cfg, "input of the block"), *feed_forward.remembered(cfg)]
-    core = mixer.core(cfg) if mode == "none" else mixer.core_input(cfg)
+    core = mixer.core(cfg) if extent is Extent.NOTHING else mixer.core_input(cfg)
     return [*_residual_stream(cfg), *core, *mixer.saved(cfg), *feed_forward.saved(cfg)]
 
 

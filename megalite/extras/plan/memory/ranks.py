@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from operator import add, mul
 
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.kinds import FEED_FORWARDS
 from megalite.core.model.partition import blocks_by_kind
 from megalite.core.model.saved import element_size, residual_bytes, tokens
-from megalite.core.options.choices import BlockKind
+from megalite.core.options.recompute import Extent
 from megalite.core.parts.ffn.experts import rows_combined
 from megalite.core.parts.memory.offload_memory import offloaded_bytes, sent_blocks
 from megalite.core.parts.schedules.choose import name_of
@@ -33,7 +33,14 @@ from megalite.extras.plan.memory.activations import (
 from megalite.extras.plan.memory.fp8 import code_bytes, coded_units
 from megalite.extras.plan.memory.in_flight import InFlight, in_flight_by_rank, splits_backward
 from megalite.extras.plan.memory.matrices import placed_matrices, update_bytes
-from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, split, vocab_rows
+from megalite.extras.plan.memory.stages import (
+    PlannedBlock,
+    count_blocks,
+    parameters_on_rank,
+    planned_block,
+    split,
+    vocab_rows,
+)
 from megalite.extras.plan.memory.states import group_of, states_of, widened_bytes
 from megalite.extras.plan.memory.units import shapes_of, units_of
 from megalite.runtime.options.run import Config
@@ -186,14 +193,14 @@ class _BlockBytes:
     deferred: int
 
     @classmethod
-    def of(cls, cfg: Config, kind: BlockKind) -> _BlockBytes:
-        kept = block_activations(cfg, kind)
+    def of(cls, cfg: Config, block: PlannedBlock) -> _BlockBytes:
+        kept = block_activations(cfg, *block)
         return cls(
             kept,
             # Two offloaded blocks are on the device while one is recomputed.
-            recomputed_bytes(cfg, kind) + 2 * kept * (cfg.train.offload == "activations"),
+            recomputed_bytes(cfg, *block) + 2 * kept * (cfg.train.offload == "activations"),
             # A split backward frees as much at I as it keeps for W, unless blocks keep only their input.
-            deferred_bytes(cfg, kind) - kept if cfg.train.recompute == "full" else 0,
+            deferred_bytes(cfg, block.kind) - kept if block.recomputed is Extent.BLOCK else 0,
         )
 
 
@@ -203,7 +210,8 @@ class _StageBytes:
 
     Attributes:
         kept: bytes kept for its backward pass.
-        recomputed: largest number of bytes that backward of one of its blocks brings back and works with.
+        recomputed: largest number of bytes that backward of one of its blocks brings back and works with; where blocks
+            recompute unlike amounts, an upper bound: those behind that one are free by then.
         deferred: bytes beyond `kept` for deferred weight gradients, and what comes back from the host.
         deferred_before: part of `deferred` that is in memory when the last block of a backward pass runs.
     """
@@ -220,11 +228,12 @@ def _stages_bytes(cfg: Config, layers: tuple[range, ...]) -> list[_StageBytes]:
     end = len(layers) - 1
     offloads = cfg.train.offload == "activations"
     last = 2 * residual_bytes(cfg) + m.mtp_num_layers * mtp_bytes(cfg)  # the final norm keeps its input and output
-    blocks, out = {kind: _BlockBytes.of(cfg, kind) for kind in blocks_by_kind(m)}, []
-    for stage, counts in enumerate(count_kinds(m, layers)):
+    of = cache(partial(_BlockBytes.of, cfg))
+    out = []
+    for stage, counts in enumerate(count_blocks(m, cfg.train.recompute, layers)):
         # What modules that predict further tokens keep is in `last`.
-        further = {m.block_kind(i): 0 for i in m.mtp_layers if stage == end}
-        held = [(n, blocks[kind]) for kind, n in {**further, **counts}.items()]
+        further = {planned_block(cfg, i): 0 for i in m.mtp_layers if stage == end}
+        held = [(n, of(block)) for block, n in {**further, **counts}.items()]
         # Blocks whose input is offloaded keep nothing else.
         away = sent_blocks(stage, layers[stage]) * residual_bytes(cfg) * offloads
         # The first stage also keeps the mask of the embedding's dropout.

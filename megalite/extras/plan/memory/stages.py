@@ -1,15 +1,17 @@
-"""What the stages of a run hold: their layers, blocks of each kind, and rows of the vocabulary (cached)."""
+"""What the stages of a run hold: their layers, blocks that are alike, and rows of the vocabulary (cached)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.parameters import param_map
 from megalite.core.model.partition import blocks_by_kind, layer_split, stage_layers
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.recompute import MODES, Extent
 from megalite.core.pipeline.schedule import Placement
 from megalite.core.sharding import Layout, Shard
 from megalite.extras.plan.memory.units import units_of
@@ -37,12 +39,27 @@ def _split(model: ModelConfig, stages: int) -> tuple[range, ...]:
     return tuple(layer_split(model, stages))
 
 
+class PlannedBlock(NamedTuple):
+    """What blocks of equal bytes and times share: their kind, and what they recompute."""
+
+    kind: BlockKind
+    recomputed: Extent
+
+
+def planned_block(cfg: Config, index: int) -> PlannedBlock:
+    """Describe a block, or a module that predicts further tokens."""
+    return PlannedBlock(cfg.model.block_kind(index), MODES[cfg.train.recompute].extent(index))
+
+
 @lru_cache(maxsize=256)
-def count_kinds(model: ModelConfig, layers: tuple[range, ...]) -> tuple[dict[BlockKind, int], ...]:
-    """Count the blocks of each kind in every stage (cached)."""
-    kinds = blocks_by_kind(model).items()
-    counts = ({kind: sum(i in blocks for i in members) for kind, members in kinds} for blocks in layers)
-    return tuple({kind: n for kind, n in count.items() if n} for count in counts)
+def count_blocks(model: ModelConfig, recompute: str, layers: tuple[range, ...]) -> tuple[dict[PlannedBlock, int], ...]:
+    """Count the blocks that are alike in every stage (cached)."""
+    alike: dict[PlannedBlock, list[int]] = {}
+    for kind, members in blocks_by_kind(model).items():
+        for i in members:
+            alike.setdefault(PlannedBlock(kind, MODES[recompute].extent(i)), []).append(i)
+    counts = ({block: sum(i in blocks for i in members) for block, members in alike.items()} for blocks in layers)
+    return tuple({block: n for block, n in count.items() if n} for count in counts)
 
 
 def parameters_on_rank(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
 
-from megalite.core.base.hardware import pinned_bytes
+from megalite.core.base.host_memory import pinned_bytes
 from megalite.core.optim.shares import group_among, plan_buckets, staging_bytes
 from megalite.core.options.compression import Gradients
 from megalite.extras.plan.memory.units import Shapes, UnitSizes

@@ -10,6 +10,7 @@ from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
 from megalite.core.model.partition import block_work
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.recompute import Extent
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.time.context import Context, waiting
 from megalite.extras.plan.time.rates import Rates
@@ -160,7 +161,7 @@ class Workload:
 
 
 @lru_cache(maxsize=8192)
-def block_time(load: Workload, kind: BlockKind, recompute: str) -> Block:
+def block_time(load: Workload, kind: BlockKind, recomputed: Extent) -> Block:
     """Compute the time of one block of a kind, the mean over windows if it has any."""
     model = load.model
     rates = load.rates
@@ -172,13 +173,13 @@ def block_time(load: Workload, kind: BlockKind, recompute: str) -> Block:
     compute = (core, core_back)
     shared, shared_back = waiting(model, kind, load.context, load.tp, load.tokens, compute, rates, engine.overlap_pp)
     forward = gemm + core + local + traffic[0] + shared
-    again = {"none": 0.0, "selective": core + in_core + shared, "full": forward}[recompute]
+    again = {Extent.NOTHING: 0.0, Extent.CORE: core + in_core + shared, Extent.BLOCK: forward}[recomputed]
     again += in_core if load.context.ranks > 1 else 0.0
     if engine.saves_half:
         again = gemm / 2 + local
     added = engine.accumulate * block_work(model, kind).weights / load.tp / rates.memory if engine.accumulate else 0.0
     backward = gemm_back + core_back + 2 * local + added + traffic[1] + shared_back + again
-    host = (engine.host + rates.constants.host) * (2 if recompute == "full" else 1)
+    host = (engine.host + rates.constants.host) * (2 if recomputed is Extent.BLOCK else 1)
     return Block(
         gemm + gemm_back,
         core + core_back,

@@ -12,6 +12,7 @@ from megalite.core.model.kinds import MIXERS
 from megalite.core.model.partition import block_work
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.recompute import MODES, Extent
 from megalite.core.parts.options.context_parallel import choose_comm, head_ranks
 from megalite.extras.plan.time.rates import Rates
 from megalite.runtime.options.run import Config
@@ -38,7 +39,8 @@ class Context:
         """Describe cp of a run."""
         m, p = cfg.model, cfg.parallel
         comm, _ = choose_comm(m, p, cfg.data.within_documents)
-        return cls(p.cp, comm, head_ranks(m, p) if "a2a" in comm else 1, cfg.train.recompute == "none")
+        again = MODES[cfg.train.recompute].most is Extent.NOTHING
+        return cls(p.cp, comm, head_ranks(m, p) if "a2a" in comm else 1, again)
 
 
 class Message(NamedTuple):

@@ -7,14 +7,15 @@ pace (`parts.ffn.experts.imbalance`).
 
 from __future__ import annotations
 
+from megalite.core.options.recompute import Extent
 from megalite.core.parts.ffn.experts import experts_tp, rows_received, rows_sent
 from megalite.core.parts.options.expert_options import choose_dispatch
 from megalite.extras.plan.time.block import Block, Workload
 from megalite.runtime.options.run import Config
 
 
-def experts_time(cfg: Config, load: Workload) -> Block:
-    """Compute the time of the experts of one layer."""
+def experts_time(cfg: Config, load: Workload, recomputed: Extent) -> Block:
+    """Compute the time of the experts of one layer, in a block that recomputes so much."""
     m = cfg.model
     p = cfg.parallel
     rates = load.rates
@@ -32,7 +33,7 @@ def experts_time(cfg: Config, load: Workload) -> Block:
     spares = experts_tp(p) < p.tp and not m.moe_shared_ffn_size
     spared, spared_back = (traffic / 2 if spares else 0.0 for traffic in load.tp_traffic())
     forward = products + way - spared
-    again = forward if cfg.train.recompute == "full" else 0.0
+    again = forward if recomputed is Extent.BLOCK else 0.0
     return Block(
         gemm=products + products_back,
         recompute=again,

@@ -19,13 +19,11 @@ from functools import cache
 
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.flops import flops_per_token
-from megalite.core.model.partition import blocks_by_kind
-from megalite.core.options.choices import BlockKind
 from megalite.core.parts.schedules.choose import USUAL_COSTS, name_of
 from megalite.core.pipeline.schedule import placement_of
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.matrices import Placed, placed_matrices, transform_flops
-from megalite.extras.plan.memory.stages import count_kinds, split, vocab_rows
+from megalite.extras.plan.memory.stages import PlannedBlock, count_blocks, planned_block, split, vocab_rows
 from megalite.extras.plan.time.block import Block, Engine, Workload, block_time, embedding_time, head_time, mtp_time
 from megalite.extras.plan.time.experts import experts_time
 from megalite.extras.plan.time.rates import Rates
@@ -169,30 +167,33 @@ def pass_times(cfg: Config, cluster: Cluster, schedule: str, engine: Engine | No
     """Compute the time of a micro-batch on every pipeline rank; arguments as for `step_time`."""
     load, layers = Workload.of(cfg, cluster, engine), split(cfg)
     placement = placement_of(schedule, cfg.parallel.pp, cfg.parallel.vp)
-    times = {kind: block_time(load, kind, cfg.train.recompute) for kind in blocks_by_kind(cfg.model)}
-    times |= {k: block + experts_time(cfg, load) for k, block in times.items() if k.feed_forward == "moe"}
-    head = head_time(load, vocab_rows(cfg))
-    embedding = embedding_time(load)
-    counts = count_kinds(cfg.model, layers)
-    offloads = cfg.train.offload == "activations"
-    # A module that predicts further tokens: a block, and the embedding and the output layer again.
-    further = times[cfg.model.block_kind(cfg.model.mtp_layers.start)] + mtp_time(load) + head
-    for _ in cfg.model.mtp_layers:
-        head += further
 
     @cache
-    def time_of(held: tuple[tuple[BlockKind, int], ...], first: bool, last: bool) -> RankTime:
+    def time_of_block(block: PlannedBlock) -> Block:
+        time = block_time(load, *block)
+        return time + experts_time(cfg, load, block.recomputed) if block.kind.feed_forward == "moe" else time
+
+    head = head_time(load, vocab_rows(cfg))
+    embedding = embedding_time(load)
+    counts = count_blocks(cfg.model, cfg.train.recompute, layers)
+    offloads = cfg.train.offload == "activations"
+    # A module that predicts further tokens: a block, and the embedding and the output layer again.
+    further = [time_of_block(planned_block(cfg, i)) + mtp_time(load) + head for i in cfg.model.mtp_layers]
+    head = sum(further, head)
+
+    @cache
+    def time_of(held: tuple[tuple[PlannedBlock, int], ...], first: bool, last: bool) -> RankTime:
         return RankTime(
-            sum((n * times[kind] for kind, n in held), Block()),
+            sum((n * time_of_block(block) for block, n in held), Block()),
             head if last else Block(),
             embedding if first else 0.0,
-            sum(n * _offload(cfg, load.rates, times[kind]) for kind, n in held) if offloads else 0.0,
+            sum(n * _offload(cfg, load.rates, time_of_block(block)) for block, n in held) if offloads else 0.0,
             sum(n for _, n in held) + first + last,
         )
 
     ends, out = (placement.rank_of(0), placement.rank_of(len(layers) - 1)), []
     for rank in range(cfg.parallel.pp):
-        held: Counter[BlockKind] = Counter()
+        held: Counter[PlannedBlock] = Counter()
         for stage in placement.stages_of(rank):
             held.update(counts[stage])
         out.append(time_of(tuple(held.items()), rank == ends[0], rank == ends[1]))

@@ -18,6 +18,7 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.model.flops import flops_per_token
 from megalite.core.model.parameters import describe_parameters, param_map
 from megalite.core.ops.delta_rule import gated_delta_rule, gated_delta_transition
+from megalite.core.options.recompute import MODES, Extent
 from megalite.core.pipeline.schedule import Placement
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.cluster import Cluster
@@ -159,7 +160,7 @@ def test_products_are_those_of_a_step(
     for name, nothing in (("_attention", (0.0, 0.0)), ("_elementwise", 0.0), ("waiting", (0.0, 0.0))):
         monkeypatch.setattr(block, name, lambda *_, nothing=nothing: nothing)
     load = replace(Workload.of(cfg, Cluster.parse("h100:8")), engine=Engine(tp_waits=(0, 0), tp_hides=(0, 0)))
-    time = block.block_time.__wrapped__(load, cfg.model.block_kind(0), recompute)
+    time = block.block_time.__wrapped__(load, cfg.model.block_kind(0), MODES[recompute].most)
     assert time.total - time.host - load.rates.constants.host == pytest.approx(counted)
 
 
@@ -180,7 +181,7 @@ def test_messages_over_tp_are_those_of_a_step(
     counted = sum(event.nbytes * (2 if event.kind == "all_reduce" else 1) for event in posted)
     monkeypatch.setattr(Rates, "ring", lambda _self, size, *_: size)
     monkeypatch.setattr(Rates, "transfer", lambda *_: 0.0)
-    time = block.block_time(Workload.of(cfg, Cluster.parse("h100:8")), cfg.model.block_kind(0), "none")
+    time = block.block_time(Workload.of(cfg, Cluster.parse("h100:8")), cfg.model.block_kind(0), Extent.NOTHING)
     assert time.tp == pytest.approx(counted)
 
 
@@ -196,7 +197,7 @@ def test_messages_of_a_delta_net_over_cp_are_those_of_a_step(cp: int, tp: int, m
     posted = [event for event in log[first:] if isinstance(event, Communication) and event.axis == "cp"]
     assert [event.kind for event in posted] == ["all_gather", *["all_to_all"] * 4, "reduce_scatter"]
     monkeypatch.setattr(Rates, "transfer", lambda _self, sent, *_: sent)
-    time = block.block_time(Workload.of(cfg, Cluster.parse("h100:8")), cfg.model.block_kind(0), "none")
+    time = block.block_time(Workload.of(cfg, Cluster.parse("h100:8")), cfg.model.block_kind(0), Extent.NOTHING)
     assert time.cp == pytest.approx(sum(event.nbytes for event in posted) * (cp - 1) / cp)
 
 
@@ -235,7 +236,7 @@ def test_the_delta_rule_is_products_in_fp32(cp: int) -> None:
     counted = counter.get_total_flops() + cp * 128 * 2 * heads * (64 * (key_size + value_size) - ones / 4)
     load = Workload.of(cfg, Cluster.parse("h100:8"))
     load = replace(load, rates=replace(load.rates, device=replace(load.rates.device, fp32=1.0, gemm=1.0)))
-    time = block.block_time.__wrapped__(load, cfg.model.block_kind(0), "none")
+    time = block.block_time.__wrapped__(load, cfg.model.block_kind(0), Extent.NOTHING)
     assert time.attention == pytest.approx(4 * counted, rel=0.01)
 
 
@@ -257,6 +258,6 @@ def test_values_cost_what_keys_cost(cp: int) -> None:
                 run()
         counted.append(counter.get_flop_counts()["Global"][attention])
         load = Workload.of(cfg, Cluster.parse("h100:8"))
-        planned.append(block.block_time(load, cfg.model.block_kind(0), "none").attention)
+        planned.append(block.block_time(load, cfg.model.block_kind(0), Extent.NOTHING).attention)
     assert counted[0] == counted[1] > 0
     assert planned[0] == pytest.approx(planned[1])

@@ -15,6 +15,7 @@ from megalite.core.model.partition import layer_split, stage_layers
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.recompute import MODES
 from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.schedule import Placement
@@ -135,7 +136,7 @@ def test_gradients_that_travel_in_bf16_are_a_copy() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3", "olmo2", "gpt_neox", "gemma2", "gemma3_text", "dropout"])
 def test_a_layer_keeps_what_the_closed_form_says(arch: str, recompute: str, precision: str) -> None:
     shape = {"num_layers": 1, "hidden_dropout": 0.1 if arch == "dropout" else 0.0}

@@ -22,7 +22,7 @@ from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.activations import mtp_bytes, recomputed_bytes
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.extras.plan.memory.stages import parameters_on_rank
+from megalite.extras.plan.memory.stages import parameters_on_rank, planned_block
 from megalite.extras.plan.time import replicas
 from megalite.extras.plan.time.block import Workload
 from megalite.extras.plan.time.rates import Rates
@@ -87,7 +87,7 @@ def test_a_whole_stage_keeps_what_is_planned(more: dict[str, int], precision: st
 
 
 def recomputed_at_once(cfg: Any) -> int:
-    return max(recomputed_bytes(cfg, cfg.model.block_kind(i)) for i in range(cfg.model.num_layers))
+    return max(recomputed_bytes(cfg, *planned_block(cfg, i)) for i in range(cfg.model.num_layers))
 
 
 def test_backward_of_a_module_that_is_unlike_its_stage() -> None:
@@ -96,7 +96,7 @@ def test_backward_of_a_module_that_is_unlike_its_stage() -> None:
     experts |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     parallel, train = {"pp": 2, "pipeline_layout": "4,2"}, {"recompute": "full", "global_batch_size": 4}
     plain, one = (config("llama", {**HYBRID, **experts, "mtp_num_layers": n}, parallel, **train) for n in (0, 1))
-    more = recomputed_bytes(one, one.model.block_kind(6)) - recomputed_bytes(one, one.model.block_kind(5))
+    more = recomputed_bytes(one, *planned_block(one, 6)) - recomputed_bytes(one, *planned_block(one, 5))
     assert more > 0
     kept = [memory_per_rank(cfg, Grid.of(2, pp=2))[1].activations for cfg in (plain, one)]
     assert kept[1] - kept[0] == mtp_bytes(one) + more

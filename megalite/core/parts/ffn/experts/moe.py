@@ -103,7 +103,8 @@ class Experts(nn.Module):
 
     def _too_many(self, rows: int, sent: int) -> bool:
         """Whether there are more rows than memory is planned for, and nothing else recomputes them."""
-        if rows <= self.most_rows * sent or self.log.remembers or not torch.is_grad_enabled():
+        repeated = self.log.remembers or self.log.recomputing
+        if rows <= self.most_rows * sent or repeated or not torch.is_grad_enabled():
             return False
         if not self.log.warned:
             self.log.warned = True

@@ -1,0 +1,1 @@
+"""Activation checkpointing modes (`--recompute`): files with `MODE`, found by name."""
