@@ -16,7 +16,7 @@ import queue
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -49,16 +49,20 @@ class _Sleep(torch.autograd.Function):
         return (grad if ctx.needs_input_grad[0] else None), None, None
 
 
-class SleepingStage:
+class SleepingStage(torch.nn.Module):
     """A stage, and its own queue of weight gradients, that only lets time pass. Costs are in seconds."""
 
     def __init__(self, first: bool, last: bool, costs: Costs) -> None:
+        super().__init__()
         self.first, self.last, self.costs = first, last, costs
-        self.queue: WeightGradQueue = self
         self.deferring = False
         self.anchor = torch.zeros((), requires_grad=True)  # makes the first stage's output part of a graph
 
-    def __call__(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:
+    @property
+    def queue(self) -> WeightGradQueue:
+        return self
+
+    def forward(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:
         return _Sleep.apply(x, self.anchor, self)
 
     @contextmanager
@@ -69,6 +73,9 @@ class SleepingStage:
 
     def run(self, microbatch: int) -> None:
         time.sleep(self.costs.weight_grad)
+
+    def backward(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def _worker(rank: int, store: str, pp: int, jobs: list[tuple[Schedule, Costs]], steps: int, results: mp.Queue) -> None:
