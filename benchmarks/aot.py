@@ -103,7 +103,7 @@ def triton_cases() -> list[Case]:
         ("add_layernorm", 4096, False, Limit(48, 8), Limit(128, 8, 2)),
         ("add_layernorm_wide", 12288, False, Limit(48, 8), Limit(128, 14, 2)),
     ):
-        constants = {"RMS": rms, "RESIDUAL": True}
+        constants: dict[str, Any] = {"RMS": rms, "RESIDUAL": True}
         block, warps = row_launch(width)
         cases.append(Case(name, norm.norm_forward_kernel, {**constants, **no_codes, "BLOCK": block}, warps, forward))
         for group in (128, 32) if name == "add_rmsnorm" else ():

@@ -53,7 +53,7 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         "adamw_": (*flat, weight.bfloat16(), torch.tensor(0.5), 1e-3, 0.9, 0.95, 1e-8, 0.1, 1),
         "l2_norm": (weight,),
     }
-    found = {name: partial(cpp.KERNELS[name], *operands[name]) for name in cpp.KERNELS}
+    found: dict[str, Callable[[], Any]] = {name: partial(cpp.KERNELS[name], *operands[name]) for name in cpp.KERNELS}
     if (blend := compiled()) is not None:
         weights, taken, choices = np.ones(2), np.zeros(2, np.int64), np.empty((1, 2), np.int64)
         found["blend rule"] = partial(blend, weights, taken, choices, 0, 1)

@@ -44,7 +44,7 @@ def states_of(ctx: ParallelContext, mb: float) -> list[StateTensor]:
     return out
 
 
-def timed(ctx: ParallelContext, action: Callable[[], object]) -> float:
+def timed(ctx: ParallelContext, action: Callable[..., object]) -> float:
     """Measure the seconds from the time all ranks have arrived to the time all are done."""
 
     def together() -> None:

@@ -12,7 +12,7 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -79,7 +79,7 @@ class Exposed:
     """Adds up how long the compute stream (on a CPU: the process) waits, by "axis operation"."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._on_gpu = device.type == "cuda"
         self._gaps: list[tuple[str, Any, Any]] = []
 
@@ -88,7 +88,7 @@ class Exposed:
         for label, begin, end in self._gaps:
             self.seconds[label] += begin.elapsed_time(end) / 1e3
         self._gaps.clear()
-        return dict(self.seconds.most_common())
+        return dict(sorted(self.seconds.items(), key=lambda item: item[1], reverse=True))
 
     @contextmanager
     def measured(self) -> Iterator[None]:

@@ -118,10 +118,8 @@ def both_ways(
         leaves = [t.detach().requires_grad_() for t in inputs]
         outputs = function(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        forward[name] = lambda function=function, leaves=leaves: function(*leaves)
-        backward[name] = lambda outputs=outputs, leaves=leaves: torch.autograd.grad(
-            outputs, leaves, grads[: len(outputs)], retain_graph=True
-        )
+        forward[name] = partial(function, *leaves)
+        backward[name] = partial(torch.autograd.grad, outputs, leaves, grads[: len(outputs)], retain_graph=True)
     return [forward, backward]
 
 

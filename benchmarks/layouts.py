@@ -76,7 +76,7 @@ def run(words: list[str]) -> None:
 def compare(model: list[str], layouts: dict[str, str], calibration: Path, folder: Path) -> dict[str, Any]:
     """Predict all layouts of a model, run them, and compare."""
     predicted = {name: predict([*model, *flags.split()], calibration) for name, flags in layouts.items()}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i, (name, flags) in enumerate(layouts.items()):
         seconds, terms = measure([*model, *flags.split()], folder / str(i)), predicted[name]
         total = sum(terms.values())

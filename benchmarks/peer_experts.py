@@ -46,13 +46,15 @@ def transformers_layer(implementation: str, samples: int) -> Callable[[int, int,
         from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 
         cfg = cli.parse([*MODEL_FLAGS, *EXPERT_FLAGS]).config.model
+        assert cfg.num_experts is not None
+        options: dict[str, Any] = {"experts_implementation": implementation}
         layer: nn.Module = MixtralSparseMoeBlock(
             MixtralConfig(
                 hidden_size=HIDDEN,
                 intermediate_size=cfg.expert_ffn_size,
                 num_local_experts=cfg.num_experts,
                 num_experts_per_tok=cfg.moe_topk,
-                experts_implementation=implementation,
+                **options,
             )
         )
         names = {"router.weight": "gate.weight"}

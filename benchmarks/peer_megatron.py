@@ -125,7 +125,8 @@ def load(model: nn.Module, weights: dict[str, torch.Tensor], rank: int, tp: int)
         state["embedding.word_embeddings.weight"] = of("embed_tokens.weight")
     if model.post_process:
         state |= {"decoder.final_layernorm.weight": weights["norm.weight"], "output_layer.weight": of("lm_head.weight")}
-    for i, layer in enumerate(model.decoder.layers):
+    decoder: Any = model.decoder
+    for i, layer in enumerate(decoder.layers):
         here, there = f"decoder.layers.{i}", f"layers.{layer.layer_number - 1}"
         fc1 = [of(f"{there}.mlp.{part}_proj.weight") for part in ("gate", "up")]
         heads = [of(f"{there}.self_attn.{part}_proj.weight").unflatten(0, (HEADS // tp, -1)) for part in "qkv"]

@@ -50,6 +50,8 @@ MODEL_FLAGS = (
 ).split()
 
 EXPERT_FLAGS = ["--arch", "mixtral", "--num-experts", "8", "--moe-topk", "2"]
+# Configurations of transformers take it without declaring it.
+SDPA: dict[str, Any] = {"attn_implementation": "sdpa"}
 
 # A peer's step: this rank's share of the batch, tokens [samples, SEQ + 1] -> the loss of the global batch.
 Step = Callable[[np.ndarray], float]
@@ -233,7 +235,7 @@ def hf_transformers(tp: int, pp: int, vp: int) -> Step:
             max_position_embeddings=SEQ,
             tie_word_embeddings=False,
             use_cache=False,
-            attn_implementation="sdpa",
+            **SDPA,
             rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta},
         )
     )
@@ -247,6 +249,7 @@ def hf_mixtral(tp: int, pp: int, vp: int) -> Step:
     import transformers
 
     cfg = cli.parse([*MODEL_FLAGS, *EXPERT_FLAGS]).config.model
+    assert cfg.num_experts is not None
     model: nn.Module = transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
             vocab_size=VOCAB,
@@ -261,7 +264,7 @@ def hf_mixtral(tp: int, pp: int, vp: int) -> Step:
             max_position_embeddings=SEQ,
             tie_word_embeddings=False,
             use_cache=False,
-            attn_implementation="sdpa",
+            **SDPA,
             rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta},
         )
     )
@@ -281,7 +284,8 @@ def hf_mixtral(tp: int, pp: int, vp: int) -> Step:
 def shard_plainly(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Tensor parallelism over DTensor, activations replicated between layers."""
     plan: dict[str, Any] = {}
-    for i in model.layers:
+    layers: Any = model.layers
+    for i in layers:
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             plan[f"layers.{i}.{name}"] = ColwiseParallel()
         for name in ("self_attn.o_proj", "mlp.down_proj"):
@@ -296,7 +300,8 @@ def shard_plainly(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def shard_sequence(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """The same with sequence parallelism between layers (torchtitan's plan for Llama)."""
     plan: dict[str, Any] = {}
-    for i in model.layers:
+    layers: Any = model.layers
+    for i in layers:
         layer = f"layers.{i}"
         plan[f"{layer}.input_layernorm"] = plan[f"{layer}.post_attention_layernorm"] = SequenceParallel()
         plan[f"{layer}.self_attn"] = PrepareModuleInput(

@@ -128,7 +128,7 @@ def main() -> None:
         )
     print(json.dumps(machine(device)))
     if args.json:
-        result = {"machine": machine(device), "model": dataclasses.asdict(cfg.model), "rows": rows}
+        result: dict[str, Any] = {"machine": machine(device), "model": dataclasses.asdict(cfg.model), "rows": rows}
         result["flops_per_token"] = {
             **dataclasses.asdict(per_token),
             "causal": per_token.causal,

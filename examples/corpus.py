@@ -96,7 +96,7 @@ def _made_whole(paths: dict[str, Path]) -> Iterator[list[TextIO]]:
     """Open a temporary file for each flag's path; at the end they become these files, after a failure none is left."""
     unwritable, remedy = "cannot be written ({})", "choose another path"
     with ExitStack() as left:
-        files, temporary = [], [path.with_name(path.name + ".tmp") for path in paths.values()]
+        files, temporary = list[TextIO](), [path.with_name(path.name + ".tmp") for path in paths.values()]
         for (flag, path), file in zip(paths.items(), temporary):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
