@@ -9,6 +9,7 @@ import sys
 import venv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.ranks import ROOT
 
@@ -43,10 +44,10 @@ def install(tmp: Path) -> Installed:
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
 
     def run(program: str, *words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-        place = {"cwd": folder or tmp / "work", "env": environment, "timeout": 500}
+        place: dict[str, Any] = {"cwd": folder or tmp / "work", "env": environment, "timeout": 500}
         # The environment's own, as its PATH finds it.
         command = [shutil.which(program, path=environment["PATH"]) or program, *words]
-        return subprocess.run(command, capture_output=True, text=True, **place)  # type: ignore[call-overload]
+        return subprocess.run(command, capture_output=True, text=True, **place)
 
     places = "import megalite, pretrain_gpt, sys; print(megalite.__file__, pretrain_gpt.__file__, *sys.path)"
     package, script, *path = run("python", "-c", places).stdout.split()

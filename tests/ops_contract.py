@@ -40,7 +40,7 @@ class Case:
     """
 
     name: str
-    inputs: Callable[[torch.Generator], Sequence[Tensor]]
+    inputs: Callable[..., Sequence[Tensor]]
     run: Callable[..., Sequence[Tensor]]
     oracle: Callable[..., Sequence[Tensor]]
     differentiate: bool = True
@@ -466,7 +466,9 @@ def _attend(o: Ops, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor,
     masks = [None if options.get("causal") or seen.all() else seen[..., keys] for keys in blocks]
     parts = [o.attend(q, k[:, :, keys], v[:, :, keys], mask, **options) for keys, mask in zip(blocks, masks)]
     lse = functools.reduce(torch.logaddexp, (lse for _, lse in parts))
-    out = sum((out * (own - lse).exp().unsqueeze(-1) for out, own in parts)).to(q.dtype)  # type: ignore[attr-defined]
+    merged = sum(out * (own - lse).exp().unsqueeze(-1) for out, own in parts)
+    assert isinstance(merged, Tensor)
+    out = merged.to(q.dtype)
     grads = [
         o.attend_backward(dout, q, k[:, :, keys], v[:, :, keys], out, lse, mask, **options)
         for keys, mask in zip(blocks, masks)

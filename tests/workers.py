@@ -93,11 +93,11 @@ class WorkerPool:
                     self.close()
                     missing = [i for i in range(world) if i not in results]
                     raise WorkerError(f"ranks {missing} gave no result in {timeout} s")
-                for connection in ready:
-                    assert isinstance(connection, Connection)
-                    rank = connections.index(connection)
+                for answered in ready:
+                    assert isinstance(answered, Connection)
+                    rank = connections.index(answered)
                     try:
-                        ok, value = connection.recv()
+                        ok, value = answered.recv()
                     except EOFError:
                         ok, value = False, f"rank {rank} died"
                     if not ok:

@@ -31,7 +31,8 @@ def _without(axis: str) -> Plant:
     def plant(patch: pytest.MonkeyPatch, cfg: Any, world: int) -> None:
         from megalite.core.sharding import Shard
 
-        axes = Shard.reduce.fget  # type: ignore[attr-defined]
+        reduce: Any = Shard.reduce
+        axes = reduce.fget
         patch.setattr(Shard, "reduce", property(lambda self: tuple(name for name in axes(self) if name != axis)))
 
     return plant

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -133,12 +133,12 @@ class _Trial:
             return str(e)
         return ""
 
-    def _run(self, draw: Draw, name: str, fault: str = "", more: Sequence[str] = (), **task: object) -> list[Outcome]:
+    def _run(self, draw: Draw, name: str, fault: str = "", more: Sequence[str] = (), **task: Any) -> list[Outcome]:
         world, own = draws.ranks(draw), draw.get("data", "mock")
         words = [*draws.words(draw, str(self.judge.folder)), "--run-dir", str(self.folder / name), *more]
         data = own if own.startswith("own") else ""
         try:
-            return self.judge.pool.run(world, job.run, Task(words, world, data, fault=fault, **task), timeout=HUNG_S)  # type: ignore[arg-type]
+            return self.judge.pool.run(world, job.run, Task(words, world, data, fault=fault, **task), timeout=HUNG_S)
         except WorkerError as e:
             text = str(e)
         kind = (

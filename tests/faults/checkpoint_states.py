@@ -139,10 +139,10 @@ def save_with_limit(rank: int, world: int, root: str, limit: int) -> tuple[str, 
     return error, sorted(p.name for p in Path(root).iterdir())
 
 
-def kill_writer(rank: int, world: int, root: str, on_error: str) -> dict[str, Any]:
+def kill_writer(rank: int, world: int, root: str, on_error: Any) -> dict[str, Any]:
     """Rank 1's writer is killed with a save in the background under way."""
     ctx = context(world)
-    checkpointer = Checkpointer(root, ctx, on_error=on_error)  # type: ignore[arg-type]
+    checkpointer = Checkpointer(root, ctx, on_error=on_error)
     checkpointer.save(5, states_at(5, rank, world), {"step": 5})
     kept = digest(Path(root) / "step_00000005")
     writer = checkpointer._writer.process

@@ -45,7 +45,7 @@ class Hosts:
         for job in jobs[world - spares :]:
             # Not before the reserves are with the others: then a guard has a thread for what it keeps.
             guard = job.pid(0)
-            job.zygote.until(lambda guard=guard: len(os.listdir(f"/proc/{guard}/task")) > 1, 90)  # type: ignore[misc]
+            job.zygote.until(lambda guard=guard: len(os.listdir(f"/proc/{guard}/task")) > 1, 90)
         return jobs
 
     def power_off(self, host: int) -> None:

@@ -123,7 +123,7 @@ def guard_waits(pids: Iterable[int]) -> bool:
     return False
 
 
-def wait_for(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
+def wait_for(condition: Callable[..., object], seconds: float, what: str | Callable[[], str]) -> None:
     """Poll until true, or fail with what was waited for, or what there is to say then."""
     deadline = time.monotonic() + seconds
     while not condition():

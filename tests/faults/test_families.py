@@ -33,7 +33,11 @@ EXPERTS: list[tuple[int, dict[str, Any]]] = [
 
 def write(path: Path, cfg: Config) -> list[str]:
     """Write a config for `--config`; two saves in four steps of mock data."""
-    more = {"data": {"mock_data": True}, "run": {"save_every": 2}, "parallel": {"device": "cpu"}}
+    more: dict[str, dict[str, Any]] = {
+        "data": {"mock_data": True},
+        "run": {"save_every": 2},
+        "parallel": {"device": "cpu"},
+    }
     groups = {group: dataclasses.replace(getattr(cfg, group), **options) for group, options in more.items()}
     path.write_text(cli.to_yaml(dataclasses.replace(cfg, **groups)))
     return ["--config", str(path)]

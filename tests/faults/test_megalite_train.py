@@ -150,7 +150,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_lets_the_ranks_save(tmp_path: Path, signum: int) -> None:
+def test_a_signal_lets_the_ranks_save(tmp_path: Path, signum: signal.Signals) -> None:
     started = start(tmp_path, "loops", "--max-restarts", "1")
     started.begun()
     started.send(signum)

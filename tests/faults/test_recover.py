@@ -457,7 +457,10 @@ def test_bad_data_are_not_blamed_on_hardware(zygote: Zygote, tmp_path: Path, row
     assert outcome(guarded) == outcome(tmp_path / "plain" / "run")
     assert replays(guarded) == [(5, True, [], [])]
     assert [event["exchange"] for event in events(guarded, "replay")] == [{"suspects": [], "obstacle": obstacle}]
-    said = ("the same bits, so the data or the model did it, or a fault that comes back (no exchange: {})", obstacle)
+    said: tuple[str, ...] = (
+        "the same bits, so the data or the model did it, or a fault that comes back (no exchange: {})",
+        obstacle,
+    )
     said = said if obstacle else ("the same bits, on other hardware too, so the data or the model did it",)
     assert said[0].format(*said[1:]) in left[0].err
 

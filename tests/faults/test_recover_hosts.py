@@ -134,8 +134,8 @@ def test_a_guard_is_killed_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "3"]
         command += ["--node-rank", str(host), "--nproc-per-node", "1", "--master-addr", hosts.address]
         command += ["--master-port", port, str(ROOT / "pretrain_gpt.py"), *RUN, *long]
-        with (tmp_path / f"said_{host}").open("w") as said:
-            launchers.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said))
+        with (tmp_path / f"said_{host}").open("w") as log:
+            launchers.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
 
     def said(words: str, host: int = 0) -> bool:
         text = (tmp_path / f"said_{host}").read_text()

@@ -49,7 +49,7 @@ def start(zygote: Zygote, folder: Path, world: int, *flags: str, fault: dict[str
 
 
 @pytest.fixture(scope="module")
-def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
+def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """What runs come to that nothing happens to, by world size."""
     results = {}
     for world in LAYOUTS:

@@ -34,9 +34,9 @@ def test_a_whole_run(zygote: Zygote, tmp_path: Path) -> None:
     assert (event["step"], event["next_sample"]) == (expected["step"], expected["next_sample"]) == (11, 88)
     assert event["checkpoint"].endswith("step_00000008")
     np.testing.assert_allclose(outcome(cut)[0], outcome(whole)[0], rtol=1e-5)
-    evaluated = [[(e["step"], e["loss"]) for e in events(run, "eval")] for run in runs]
-    assert [step for step, _ in evaluated[0]] == [4, 8, 12, 14]
-    np.testing.assert_allclose(*evaluated, rtol=1e-5)
+    got, want = ([(e["step"], e["loss"]) for e in events(run, "eval")] for run in runs)
+    assert [step for step, _ in got] == [4, 8, 12, 14]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
     # The weights alone, of a step before the rewind and of one after it, and the last full checkpoint.
     saved = [run / "checkpoints" for run in runs]

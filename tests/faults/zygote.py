@@ -115,7 +115,7 @@ class Zygote:
             self.process.stdin.flush()
         return Job(self, names, errors)
 
-    def until(self, condition: Callable[[], bool], within: float) -> None:
+    def until(self, condition: Callable[..., object], within: float) -> None:
         """Take in what the zygote says until the condition holds."""
         deadline = time.monotonic() + within
         while not condition():
@@ -435,8 +435,9 @@ def in_sample(fault: Fault) -> None:
         weight = np.inf if position == fault.at else 1.0
         return dataclasses.replace(rows, weights=np.full(rows.inputs.shape, weight, np.float32))
 
-    BatchLoader._sample = sample
-    Rows.check_inputs = lambda self, what: self  # as if what computes with it were at fault
+    BatchLoader._sample = sample  # type: ignore[method-assign]
+    # As if what computes with it were at fault.
+    Rows.check_inputs = lambda self, what: self  # type: ignore[method-assign]
 
 
 def in_sums(fault: Fault, name: str, factor: float) -> None:
@@ -561,7 +562,8 @@ def serve() -> None:
                 tell(job=names.pop(pid), code=os.waitstatus_to_exitcode(status))
         if not select.select([0], [], [], 0.05)[0]:
             continue
-        line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]
+        stdin: Any = sys.stdin.buffer
+        line = stdin.raw.readline()
         if not line:
             return
         job = json.loads(line)

@@ -68,7 +68,8 @@ def write_expected(folder: Path) -> None:
     """Train each model on one CPU process; write its figures and gradients to `<model>.npz`."""
     for name, model in MODELS.items():
         steps, boxes = _train(config(model, 1, {}), ParallelContext.single())
-        np.savez(folder / f"{name}.npz", **put_together([boxes]), steps=np.array(steps))
+        arrays: dict[str, Any] = put_together([boxes])
+        np.savez(folder / f"{name}.npz", **arrays, steps=np.array(steps))
 
 
 def _train(cfg: Config, ctx: ParallelContext) -> tuple[list[tuple[float, float]], Gradients]:
@@ -130,8 +131,9 @@ def main() -> None:
         device = pick_device(name)
         init_process_group(device)
     else:
-        device = torch.device(name, rank % torch.cuda.device_count() if name == "cuda" else None)
+        device = torch.device(name)
         if name == "cuda":
+            device = torch.device(name, rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         staged.init_process_group(dist.FileStore(str(folder / "store"), world), rank, world)
     found = check_rows(folder, list(ROWS), device)

@@ -102,7 +102,8 @@ class _Group(_ProcessGroup):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self._gloo = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+        # The stubs have the class without its methods.
+        self._gloo: Any = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
         self._lanes: dict[Any, _Lane] = {}
 
     def getBackendName(self) -> str:
@@ -121,7 +122,7 @@ class _Group(_ProcessGroup):
         return self._lanes[key].post(run, read, written)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
-        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        op: Any = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
 
         def run(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
             options = dist.AllreduceOptions()

@@ -72,7 +72,7 @@ DELTA_NETS: dict[str, Any] = {
 }
 HYBRID = jobs.llama(**DELTA_NETS, linear_attention_freq=2, attention_output_gate=True)
 NEXT = jobs.llama(
-    **FAMILIES["qwen3_next"].options
+    **dict(FAMILIES["qwen3_next"].options)
     | DELTA_NETS
     | {"linear_attention_freq": 3, "rope_fraction": 0.5, "num_experts": 8, "moe_topk": 3, "moe_ffn_size": 24}
     | {"moe_shared_ffn_size": 16, "head_dim": 8}

@@ -19,7 +19,7 @@ from tests.workers import WorkerPool
 
 LENGTHS, SEQ = (7, 12, 5, 9), 32
 # Weights so large that every token feels what it sees.
-SIZES = {"seq_len": SEQ, "init_std": 0.15}
+SIZES: dict[str, Any] = {"seq_len": SEQ, "init_std": 0.15}
 MAKE = {"llama": jobs.llama, "gpt2": jobs.gpt2, "gemma2": jobs.gemma2, "gemma3": jobs.gemma3}
 
 
@@ -58,6 +58,7 @@ def token_losses(engine: Any, rows: Rows) -> np.ndarray:
     from megalite.core.microbatches import to_microbatches
 
     (batch,) = to_microbatches(rows, len(rows), torch.device("cpu"))
+    assert batch.targets_SB is not None
     out = engine.stages[0](batch.tokens_SB, batch, ForwardPass(0, 0, training=False))
     return out.t()[batch.targets_SB.t() >= 0].numpy()
 
@@ -103,7 +104,7 @@ def learned(rank: int, cfgs: Sequence[Config], world: int, batches: Sequence[Row
     out = []
     for cfg in cfgs:
         engine = jobs.start(rank, cfg, world)
-        figures = []
+        figures: list[tuple[float, ...]] = []
         for step, rows in enumerate(batches, 1):
             share = len(rows) // engine.ctx.dp.size
             mine = rows[engine.ctx.dp.rank * share :][:share]
@@ -134,13 +135,14 @@ def weighted(step: int = 1) -> Rows:
     """The documents of each sample one after the other, each without its last token as an input, and padding."""
     rows = []
     for docs in weighted_documents():
-        rows.append(Rows(*(np.full(jobs.SEQ, fill) for fill in (0, -1, 0)), np.ones(jobs.SEQ, np.float32)))
-        at = 0
-        for tokens, weights in docs:
+        inputs, targets, starts = (np.full(jobs.SEQ, fill) for fill in (0, -1, 0))
+        weights, at = np.ones(jobs.SEQ, np.float32), 0
+        for tokens, of_targets in docs:
             here = slice(at, at + len(tokens) - 1)
-            rows[-1].inputs[here], rows[-1].starts[here] = tokens[:-1], at  # type: ignore[index]
-            rows[-1].targets[here] = np.where(weights > 0, tokens[1:], -1)
-            rows[-1].weights[here] = weights  # type: ignore[index]
+            inputs[here], starts[here] = tokens[:-1], at
+            targets[here] = np.where(of_targets > 0, tokens[1:], -1)
+            weights[here] = of_targets
             at = here.stop
-        rows[-1].starts[at:] = at  # type: ignore[index]
+        starts[at:] = at
+        rows.append(Rows(inputs, targets, starts, weights))
     return Rows.stack(rows)

@@ -18,7 +18,7 @@ from tests.parity.harness import boxes_of, put_together
 def config(model: ModelConfig, parallel: dict[str, Any] | None = None, **optim: Any) -> Config:
     """Plain SGD: a step is `lr` times the gradient, after weight decay."""
     cfg = jobs.make_config(model, {"zero_whole_below": 500, **(parallel or {})}, micro_batch_size=2, train_steps=6)
-    sgd = {"optimizer": "sgd", "beta1": 0.0, "clip_grad": 0.0, "warmup_steps": 0, "lr_decay": "linear"}
+    sgd: dict[str, Any] = {"optimizer": "sgd", "beta1": 0.0, "clip_grad": 0.0, "warmup_steps": 0, "lr_decay": "linear"}
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, **sgd, **optim))
 
 

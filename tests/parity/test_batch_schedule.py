@@ -21,7 +21,7 @@ RAMP = ["--batch-size-schedule", "0:4 2:8 4:16", "--global-batch-size", "16"]
 
 def ramped(**parallel: Any) -> Config:
     cfg = config(jobs.llama(4), parallel, lr=0.1)
-    batch = {"batch_size_schedule": "0:4 1:8", "micro_batch_size": 1}
+    batch: dict[str, Any] = {"batch_size_schedule": "0:4 1:8", "micro_batch_size": 1}
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **batch))
 
 

@@ -78,7 +78,7 @@ def test_experts_that_every_token_takes(pool: WorkerPool, start: tuple[float, ..
     (alone,) = trained(0, [scaled(jobs.make_config(UNGROUPED))], 1, before=before)
     assert all((of_step[:, : len(start)] == jobs.BATCH * jobs.SEQ).all() for of_step in alone.tokens)
     assert all((of_step.max(1) / of_step.mean(1) == 8 / 2).all() for of_step in alone.tokens)
-    layouts = ({"zero": 1}, {"zero": 3}, {"zero": 1, "moe_dispatch": "allgather"})
+    layouts: tuple[dict[str, Any], ...] = ({"zero": 1}, {"zero": 3}, {"zero": 1, "moe_dispatch": "allgather"})
     cfgs = [
         config(UNGROUPED, parallel["zero"], {"ep": 4, **parallel}, recompute="full", micro_batch_size=1)
         for parallel in layouts
@@ -162,6 +162,7 @@ def test_groups_are_closed_whatever_the_bias() -> None:
 
     engine = jobs.start(0, jobs.make_config(BIASED), 1)
     router = next(m for m in engine.stages[0].modules() if isinstance(m, Router))
+    assert router.choice_bias is not None
     router.choice_bias.copy_(torch.tensor([-5.0, -5.0, -3.0, -3.0, -9.0, -1.0, -9.0, -9.0]))
     ids = router._choose(torch.full((1, 8), 0.5))
     # The groups' two best: -9, -5, -9, -17, each with 1 more.

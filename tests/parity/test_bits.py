@@ -7,7 +7,7 @@ serves as both ends of one rank: its two uses are then added in the schedule's o
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -114,4 +114,5 @@ def test_every_gradient_equals_the_single_process(pool: WorkerPool, family: str,
     for name, grad in expected.items():
         scale = grad.abs().max().item()
         assert scale > 0, name
-        torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+        said = partial("{}: {}".format, name)
+        torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-5 * scale, msg=said)

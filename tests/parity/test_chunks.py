@@ -91,7 +91,7 @@ def test_packed_documents_are_cut_as_each_is_alone() -> None:
 
 def test_work_by_hand() -> None:
     """Of 16 tokens, chunks of 5, 5, 5 and 1: 76 of 256 pairs in two layers, all in two; half of them causal."""
-    m = replace(CHUNKED, num_experts=None, moe_dense_layers=(), **dict.fromkeys(("moe_ffn_size",)), **_DENSE)
+    m = replace(CHUNKED, num_experts=None, moe_dense_layers=(), moe_ffn_size=None, **_DENSE)
     per_pair = 2 * m.num_heads * m.head_size
     assert flops_per_token(m).attention == pytest.approx(6 * per_pair * 2 * (76 + 256) / 16)
     assert flops_per_token(m).causal_attention == pytest.approx(3 * per_pair * 2 * (76 + 256) / 16)

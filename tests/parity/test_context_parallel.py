@@ -247,6 +247,7 @@ def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
             runs = part.positions.runs
             uncounted = 1 if runs[-1].stop == part.positions.length else 0
             held = len(part.tokens_SB)
+            assert part.targets_SB is not None
             weights = torch.full_like(part.targets_SB, held / (held - uncounted), dtype=torch.float32)
             out[at] = replace(part, weights_SB=weights)
         return out

@@ -84,12 +84,13 @@ def test_loss_is_divided_once_by_the_true_count(pool: WorkerPool) -> None:
     assert want[0][0] == pytest.approx(np.average(means, weights=counts), rel=1e-5)
     mean_of_rank_means = np.mean([np.average(means[i : i + 2], weights=counts[i : i + 2]) for i in range(0, 8, 2)])
     assert abs(mean_of_rank_means / want[0][0] - 1) > 1e-2
-    for world, layouts in (
+    cases: tuple[tuple[int, list[dict[str, Any]]], ...] = (
         (1, [{}]),
         (2, [{}, {"zero": 3}]),
         (2, [{"pp": 2}, {"pp": 2, "schedule": "zb-h1"}]),
         (4, [{}]),
-    ):
+    )
+    for world, layouts in cases:
         cfgs = [jobs.make_config(model, layout, micro_batch_size=1) for layout in layouts]
         for rank in pool.run(world, packed.learned, cfgs, world, batches):
             for got in rank:

@@ -86,8 +86,10 @@ def check(pool: WorkerPool, world: int, rows: list[Any]) -> None:
 
 
 # Ranks: layout, model, training options, faults and suspects. A fault in an activation reaches a whole replica.
-STRONG = {4: [({"pp": 2, "schedule": "interleaved", "vp": 2}, DROPOUT, {}, [((1, "wrong"), [[0], [1]])])]}
-TWO_REPLICAS = [
+STRONG: dict[int, list[Any]] = {
+    4: [({"pp": 2, "schedule": "interleaved", "vp": 2}, DROPOUT, {}, [((1, "wrong"), [[0], [1]])])]
+}
+TWO_REPLICAS: list[Any] = [
     ({"tp": 2}, DROPOUT, {}, [((3, "nan"), [[3]]), ((0, "activation"), [[0, 1], [2, 3]])]),
     ({"zero": 2, "cp": 2}, DROPOUT, {}, [((3, "nan"), [[3]])]),
     ({"ep": 2, "zero": 1}, EXPERTS, {}, [((1, "nan"), [[1]]), ((2, "activation"), [[0, 1], [2, 3]])]),

@@ -129,7 +129,7 @@ def test_compiled_blocks(pool: WorkerPool, layout: dict[str, Any], train: dict[s
 @pytest.mark.full
 def test_schedules_are_bitwise_the_same(pool: WorkerPool) -> None:
     """Split backward passes too; the norm's order of sums is that of the ranks."""
-    schedules = [{"schedule": "1f1b"}, {"schedule": "zb-h1"}]
+    schedules: list[dict[str, Any]] = [{"schedule": "1f1b"}, {"schedule": "zb-h1"}]
     schedules += [{"schedule": name, "vp": 2} for name in ("interleaved", "zb-v")]
     cfgs = [config(MIXTRAL, 1, {"ep": 2, "pp": 2, **schedule}) for schedule in schedules]
     ranks = pool.run(4, trained, cfgs, 4)
@@ -160,7 +160,8 @@ def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
     from megalite.core.parts.ffn.experts.dispatch import AllToAll
     from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear
 
-    balance, way, axes = routing.Router._balance, AllToAll.__init__, Shard.reduce.fget
+    reduce: Any = Shard.reduce
+    balance, way, axes = routing.Router._balance, AllToAll.__init__, reduce.fget
     spread, declared, init = moe.copy_to, kind._router, GroupedLinear.__init__
 
     def divided(self: Any, *args: Any) -> Any:
@@ -258,7 +259,7 @@ def crowded(rank: int, cfgs: Sequence[Config], world: int) -> Any:
     from megalite.core.parts.ffn.experts.moe import Experts
     from megalite.core.parts.ffn.experts.routing import Router
 
-    logits_of, apply, kept = Router.forward, Experts.forward, []
+    logits_of, apply, kept = Router.forward, Experts.forward, list[int]()
 
     def forward(self: Router, x: torch.Tensor) -> torch.Tensor:
         return logits_of(self, x) - 3.0 * (torch.arange(8) >= 4)
@@ -272,7 +273,7 @@ def crowded(rank: int, cfgs: Sequence[Config], world: int) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             return apply(self, *args)
 
-    out = []
+    out: list[Any] = []
     for cfg in cfgs:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Router, "forward", forward)

@@ -70,7 +70,7 @@ def rows_of(tokens: np.ndarray, every: int = 1, per_sample: bool = False) -> Row
     return replace(rows, targets=targets, weights=weights)
 
 
-def router_gradients(folder: Path, rows: Rows, **coeffs: float) -> tuple[np.ndarray, Any]:
+def router_gradients(folder: Path, rows: Rows, **coeffs: Any) -> tuple[np.ndarray, Any]:
     """The gradient of the router, with some coefficients minus without; figures of the first."""
     from megalite.core.step import train_step
 

@@ -32,7 +32,7 @@ Outcome = tuple[list[tuple[float, float]], dict[str, Gradients]]
 
 
 def config(
-    states: dict[str, str], optimizer: str = "adamw", model: Any = None, layout: Any = None, **train: Any
+    states: dict[str, Any], optimizer: str = "adamw", model: Any = None, layout: Any = None, **train: Any
 ) -> Config:
     """Masters in bf16 are weights in bf16; moments in bf16 are compared beside weights in fp32."""
     # States compared bit by bit: the same micro-batches in every layout.
@@ -130,8 +130,8 @@ def assert_same(ranks: Sequence[Outcome], case: Config, single: Config) -> None:
     """Losses agree, and states after the first step but for values that a last bit of the gradient moved."""
     figures, states = one_process(single)
     wide = case.train.precision == "fp32"
-    for got, _ in ranks:
-        np.testing.assert_allclose(np.array(got)[:, 0], np.array(figures)[:, 0], rtol=1e-5 if wide else 3e-3)
+    for losses, _ in ranks:
+        np.testing.assert_allclose(np.array(losses)[:, 0], np.array(figures)[:, 0], rtol=1e-5 if wide else 3e-3)
     held = whole(ranks)
     assert held.keys() == states.keys()
     # Of weights in bf16, gradients themselves differ: only masters, which move by the learning rate, are compared.

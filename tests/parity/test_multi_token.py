@@ -218,7 +218,9 @@ def test_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
     """Whole matrices and norms of weights, where a copy of the embedding takes the update of the first."""
     for model in (TWO, TIED):
         (want,) = three_steps(0, [with_optimizer(jobs.make_config(model), optimizer)], 1)
-        for layouts in ([{"zero": 2}, {"zero": 1}], [{"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "schedule": "zb-h1"}]):
+        zb = {"tp": 2, "pp": 2, "schedule": "zb-h1"}
+        pairs: list[list[dict[str, Any]]] = [[{"zero": 2}, {"zero": 1}], [{"tp": 2, "pp": 2}, zb]]
+        for layouts in pairs:
             cfgs = [with_optimizer(jobs.make_config(model, layout), optimizer) for layout in layouts]
             for rank in pool.run(4, three_steps, cfgs, 4):
                 for got, layout in zip(rank, layouts, strict=True):
@@ -311,12 +313,13 @@ def test_a_line_has_the_loss_of_each_module(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    for model, train, words in (
+    refused: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
         ({"mtp_num_layers": 9}, {}, "must be at least 0 and below 9"),
         ({"mtp_num_layers": 2, "seq_len": 2}, {}, "must be at least 0 and below 2"),
         ({"mtp_num_layers": 1, "position": "learned"}, {}, "have no positions added to them"),
         ({"mtp_num_layers": 1}, {"mtp_loss_scaling_factor": 0.0}, "must be more than 0"),
-    ):
+    )
+    for model, train, words in refused:
         with pytest.raises(UserError, match=words):
             jobs.make_config(jobs.llama(**model), **train)
     # Scripts give the factor whatever the number is.

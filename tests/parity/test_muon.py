@@ -120,10 +120,10 @@ def test_matrices_in_turns_are_the_same_in_every_layout(pool: WorkerPool, shape:
 def logical(leaf: str, model: ModelConfig, rows: np.ndarray) -> list[np.ndarray]:
     """The matrices in a packed weight [rows, in], as the layers read its outputs."""
     if leaf == "qkv_proj":
-        q, d = model.num_heads * model.head_size, model.head_size
-        heads = rows[: 2 * q].reshape(model.num_heads, 2 * d, -1)
-        queries, gates = (x.reshape(q, -1) for x in (heads[:, :d], heads[:, d:]))
-        return [queries, gates, *np.split(rows[2 * q :], 2)]
+        width, d = model.num_heads * model.head_size, model.head_size
+        heads = rows[: 2 * width].reshape(model.num_heads, 2 * d, -1)
+        queries, gates = (x.reshape(width, -1) for x in (heads[:, :d], heads[:, d:]))
+        return [queries, gates, *np.split(rows[2 * width :], 2)]
     key_heads, value_heads, key_size, value_size = model.delta_heads
     r = value_heads // key_heads
     mixed = rows[: key_heads * 2 * (key_size + r * value_size)].reshape(key_heads, -1, rows.shape[1])
@@ -209,7 +209,9 @@ def plain_steps(hf: Any, cfg: Config) -> list[tuple[float, float]]:
     named = dict(hf.named_parameters())
     blocks = [p for name, p in named.items() if (".layers." in name or ".h." in name) and p.dim() == 2]
     others = [p for p in named.values() if all(p is not m for m in blocks)]
-    groups = [{"params": [p for p in others if (p.dim() == 2) is decays]} for decays in (True, False)]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in others if (p.dim() == 2) is decays]} for decays in (True, False)
+    ]
     groups[1]["weight_decay"] = 0.0
     o = cfg.optim
     optimizers = (

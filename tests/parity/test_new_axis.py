@@ -39,6 +39,7 @@ def trained(rank: int, cfgs: list[Config], grid: Grid) -> list[Result]:
     def of_this_rank(*args: Any) -> Any:
         out = []
         for microbatch in cut(*args):
+            assert microbatch.targets_SB is not None
             others = torch.arange(len(microbatch.targets_SB)) % sq.size != sq.rank
             out.append(replace(microbatch, targets_SB=microbatch.targets_SB.masked_fill(others[:, None], -1)))
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_activations_return_as_they_left(pool: WorkerPool) -> None:
     cfgs = [gradient_bits.config(model, {"pp": 2, **more}, name, recompute="full") for name, more in layouts.items()]
     away = [jobs.with_train(cfg, offload="activations") for cfg in cfgs]
     for rank in pool.run(2, gradient_bits.gradients, [*cfgs, *away], 2):
-        here, there = (gradient_bits.as_bytes([grads]) for grads in (sum(rank[:3], []), sum(rank[3:], [])))
+        here, there = (gradient_bits.as_bytes([[*chain(*runs)]]) for runs in (rank[:3], rank[3:]))
         assert here == there
 
 
@@ -87,7 +88,8 @@ def test_the_input_of_each_block_is_on_the_host_and_its_memory_is_reused() -> No
     engine = build_engine(cfg, ParallelContext.single())
     engine.optimizer.init_parameters(1)
     jobs.run_steps(engine, 2)
-    offload = engine.stages[0]._saving.__self__
+    saving: Any = engine.stages[0]._saving
+    offload = saving.__self__
     # Four blocks of one micro-batch at a time, fp32.
     assert offload.host_bytes == 4 * jobs.SEQ * 32 * 4
     assert sum(map(len, offload._free.values())) == 4

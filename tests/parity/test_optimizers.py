@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def config(optimizer: str, model: Any, parallel: dict[str, Any] | None = None) -> Config:
     cfg = jobs.make_config(model, parallel, micro_batch_size=2)
     lr = {"lamb": 1e-3, "lars": 0.5, "sgd": 1e-2, "lion": 1e-4, "ademamix": 3e-4}[optimizer]
-    slow = {"ademamix_beta3": 0.99, "ademamix_warmup": 3}
+    slow: dict[str, Any] = {"ademamix_beta3": 0.99, "ademamix_warmup": 3}
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, optimizer=optimizer, lr=lr, **slow))
 
 

@@ -20,11 +20,11 @@ from megalite.core.model.saved import SavedTensor, element_size, inside
 from megalite.core.model.specs import linear, out_std
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.step import StepConfig
 from megalite.core.parts.families import FAMILIES
 from megalite.core.sharding import ParamSpec, count_parameters
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.runtime.options.run import Config
 from tests.parity import harness, jobs
 from tests.workers import WorkerPool
 
@@ -42,7 +42,7 @@ class ScaledReLU2(FeedForward):
     def module(self, layers: Any, index: int) -> nn.Module:
         return ScaledReLU2Layer(layers, f"layers.{index}.mlp")
 
-    def saved(self, cfg: Config) -> list[SavedTensor]:
+    def saved(self, cfg: StepConfig) -> list[SavedTensor]:
         names = ("output of the ReLU", "its square", "scaled square")
         return [inside(cfg, name, element_size(cfg) * WIDTH) for name in names]
 

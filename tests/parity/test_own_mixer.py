@@ -18,10 +18,10 @@ from megalite.core.model.saved import SavedTensor, element_size, inside
 from megalite.core.model.specs import linear, out_std
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.step import StepConfig
 from megalite.core.parts.families import FAMILIES
 from megalite.core.sharding import ParamSpec, count_parameters
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.runtime.options.run import Config
 from tests.parity import harness, jobs
 from tests.workers import WorkerPool
 
@@ -38,7 +38,7 @@ class MeanOfPast(Mixer):
     def module(self, layers: Any, index: int, recompute_core: bool) -> nn.Module:
         return MeanOfPastLayer(layers, f"layers.{index}.self_attn")
 
-    def saved(self, cfg: Config) -> list[SavedTensor]:
+    def saved(self, cfg: StepConfig) -> list[SavedTensor]:
         return [inside(cfg, "mean of the past", element_size(cfg) * WIDTH)]
 
     def touched(self, cfg: ModelConfig) -> int:

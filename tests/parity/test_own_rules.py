@@ -118,7 +118,9 @@ def test_matrices_are_logical_and_whole() -> None:
     named = dict(hf.named_parameters())
     matrices = [p for name, p in named.items() if ".layers." in name and p.dim() == 2]
     others = [p for p in named.values() if all(p is not m for m in matrices)]
-    groups = [{"params": [p for p in others if (p.dim() == 2) is decays]} for decays in (True, False)]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in others if (p.dim() == 2) is decays]} for decays in (True, False)
+    ]
     groups[1]["weight_decay"] = 0.0
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=cfg.optim.weight_decay)
     momenta = [torch.zeros_like(p) for p in matrices]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -32,7 +34,7 @@ def test_one_update_by_hand(model: ModelConfig) -> None:
 
 def test_same_in_every_layout(pool: WorkerPool) -> None:
     """Two steps on dp2 tp2 pp2 in each ZeRO stage, against one process: figures, and every weight."""
-    optim = {"lr": 0.1, "start_weight_decay": 0.1, "weight_decay": 0.7, "decoupled_lr": 1.0}
+    optim: dict[str, Any] = {"lr": 0.1, "start_weight_decay": 0.1, "weight_decay": 0.7, "decoupled_lr": 1.0}
     rows = [(LLAMA, {"zero": 0}), (LLAMA, {"zero": 1}), (LLAMA, {"zero": 2}), (LLAMA, {"zero": 3}), (GPT2, {"zero": 1})]
     cfgs = [config(model, {"tp": 2, "pp": 2, **zero}, **optim) for model, zero in rows]
     ranks = pool.run(8, weights, cfgs, 8, 2)

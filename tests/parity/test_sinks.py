@@ -33,7 +33,7 @@ from tests.workers import WorkerPool
 
 # Large initial weights, so that the gate's limit, biases and sinks are felt.
 OSS = jobs.llama(
-    **FAMILIES["gpt_oss"].options
+    **dict(FAMILIES["gpt_oss"].options)
     | {"num_experts": 8, "moe_topk": 3, "moe_ffn_size": 24, "init_std": 0.3, "window": 5, "norm_eps": 1e-5}
 )
 

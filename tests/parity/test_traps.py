@@ -77,7 +77,7 @@ def test_replicas_stay_bitwise_equal_and_padding_zero(pool: WorkerPool, case: st
     world, model, layout, train = REPLICAS[case]
     cfg = jobs.make_config(model, layout, **train)
     # A rate at which a bf16 norm weight of 1 moves by more than its rounding.
-    scale = {"initial_loss_scale": 1024.0, "hysteresis": 1}
+    scale: dict[str, Any] = {"initial_loss_scale": 1024.0, "hysteresis": 1}
     optim = dataclasses.replace(cfg.optim, **scale, weight_decay=0.5, lr=0.05, lr_decay="constant")
     cfg = dataclasses.replace(cfg, optim=optim)
     copies: dict[tuple[Any, ...], set[str]] = {}
@@ -216,7 +216,7 @@ def from_too_high(rank: int, cfg: Config, world: int) -> list[tuple[bool, float,
 
 def test_a_scale_that_is_too_high_comes_down_by_itself(pool: WorkerPool) -> None:
     cfg = jobs.make_config(jobs.llama(2), {"pp": 2}, precision="fp16")
-    scale = {"initial_loss_scale": 2.0**28, "hysteresis": 1}
+    scale: dict[str, Any] = {"initial_loss_scale": 2.0**28, "hysteresis": 1}
     optim = dataclasses.replace(cfg.optim, **scale, warmup_steps=0, lr_decay="constant")
     cfg = dataclasses.replace(cfg, optim=optim)
     ranks = pool.run(4, from_too_high, cfg, 4)

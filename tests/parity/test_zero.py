@@ -94,7 +94,7 @@ def test_same_gradients_in_every_layout(pool: WorkerPool, zero: int, grid: tuple
 
 
 # Gradients of bf16 have 8 bits, and a rounding for each of 8 samples; layouts round in another order.
-BF16_GRADS = {
+BF16_GRADS: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any]]]] = {
     (1, 1): [(LLAMA, {"zero": 1}), (LLAMA, {"zero": 2}), (GPT2, {"zero": 3})],
     (2, 2): [
         (GPT2, {"zero": 1, "schedule": "zb-h1"}),
@@ -108,7 +108,7 @@ BF16_GRADS = {
 def test_gradients_of_bf16(pool: WorkerPool, grid: tuple[int, int]) -> None:
     tp, pp = grid
     rows = BF16_GRADS[grid]
-    wide = {"precision": "bf16", "micro_batch_size": 1}
+    wide: dict[str, Any] = {"precision": "bf16", "micro_batch_size": 1}
     cfgs = [
         config(m, parallel["zero"], {"tp": tp, "pp": pp, **parallel}, **wide, grad_dtype="bf16") for m, parallel in rows
     ]
@@ -148,7 +148,10 @@ def test_gradients_accumulate_over_micro_batches(pool: WorkerPool, zero: int) ->
 @pytest.mark.parametrize("optimizer", always_run(["lamb", "lars", "sgd"], "lamb"))
 def test_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
     """Trust ratios are norms over the shares of a group, once per group of a hybrid."""
-    layouts = {1: [(1, {}), (3, {}), (3, {"zero_group": "2"})], 2: [(1, {}), (3, {})]}
+    layouts: dict[int, list[tuple[int, dict[str, Any]]]] = {
+        1: [(1, {}), (3, {}), (3, {"zero_group": "2"})],
+        2: [(1, {}), (3, {})],
+    }
     for tp, rows in layouts.items():
         cfgs = [config(GPT2, zero, {"tp": tp, **parallel}, micro_batch_size=2) for zero, parallel in rows]
         cfgs = [replace(cfg, optim=replace(cfg.optim, optimizer=optimizer, lr=1e-3)) for cfg in cfgs]

@@ -112,7 +112,7 @@ def in_bf16(cfg: Config) -> Config:
     return jobs.with_train(cfg, grad_dtype="bf16")
 
 
-def states_in_bf16(cfg: Config, **others: str) -> Config:
+def states_in_bf16(cfg: Config, **others: Any) -> Config:
     return replace(cfg, optim=replace(cfg.optim, moments_dtype="bf16", **others))
 
 

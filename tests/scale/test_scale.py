@@ -84,7 +84,7 @@ def counted(world: int, folder: Path, patch: pytest.MonkeyPatch) -> Counts:
                 opened |= {file for file, _ in found}
         looked.append((made[0], kept, len(opened)))
     patch.undo()
-    return Counts(boxes, len(text), *map(max, zip(*looked)))  # type: ignore[arg-type]
+    return Counts(boxes, len(text), *map(max, zip(*looked)))
 
 
 @pytest.mark.full

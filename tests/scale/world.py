@@ -79,7 +79,8 @@ def states_of(grid: Grid, rank: int) -> list[StateTensor]:
 
 def manifest_of(grid: Grid) -> Manifest:
     """What the writer of rank 0 puts together of the fragments of all ranks."""
-    files, located = [], {kind: {} for kind in KINDS}  # type: ignore[var-annotated]
+    files = []
+    located: dict[str, dict[str, list[tuple[int, Slice]]]] = {kind: {} for kind in KINDS}
     shapes: dict[str, tuple[int, ...]] = {}
     for rank in range(grid.world):
         shares, at = list(shares_of(grid, rank)), HEADER

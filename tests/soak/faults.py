@@ -107,7 +107,7 @@ class Fault:
     def _act(self, attempt: Attempt, zygote: Zygote, words: list[str]) -> None:
         rank = self.rank % attempt.world
         one, every = [attempt.ranks[rank]], attempt.ranks
-        target, signum = {
+        acts: dict[str, tuple[Sequence[int | None], signal.Signals]] = {
             "kill_rank": (one, signal.SIGKILL),
             "kill_all": (every, signal.SIGKILL),
             "power_cut": (list(attempt.left()), signal.SIGKILL),
@@ -122,7 +122,8 @@ class Fault:
             "pause_writer": ([attempt.child(rank, WRITER)], signal.SIGSTOP),
             "stop_rank": (one, signal.SIGSTOP),
             "stop_writer": ([attempt.child(rank, WRITER)], signal.SIGSTOP),
-        }.get(self.name, ([], signal.SIGCONT))
+        }
+        target, signum = acts.get(self.name, ([], signal.SIGCONT))
         attempt.send(target, signum)
         if self.name.startswith("pause"):
             time.sleep(3 * self.after)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,11 +108,11 @@ class Checker(Observer):
         if isinstance(module, layers.Norm):
             add = module.add
 
-            def add_and_follow(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                y, total = add(follow("input", x, leaves), follow("residual", residual, leaves))
+            def add_and_follow(x_SBH: torch.Tensor, residual_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                y, total = add(follow("input", x_SBH, leaves), follow("residual", residual_SBH, leaves))
                 return follow("output", y, leaves), follow("sum", total, leaves)
 
-            module.add = add_and_follow
+            module.add = add_and_follow  # type: ignore[method-assign]
 
     def place(self) -> tuple[str, bool]:
         """Find who calls a collective: (module or function, and direction; whether its operand is typed)."""
@@ -174,7 +174,8 @@ def run_step(cfg: Config, grid: Grid, checker: Checker, spoil: Callable[[Engine]
     engine = build_engine(cfg, context_of(grid, checker.rank or 0))
     engine.optimizer.init_parameters(cfg.train.seed)
     for stage in engine.stages.values():
-        for module in stage.modules():
+        modules: Iterator[Any] = stage.modules()
+        for module in modules:
             if hasattr(module, "sequence_parallel"):
                 module.sequence_parallel = checker.residual == "S(0)"
     spoil(engine)

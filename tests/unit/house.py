@@ -196,8 +196,9 @@ def _within(values: list[int], low: int, high: int) -> int:
 
 def _packs(node: ast.AST) -> bool:
     """Whether `a, b, c = x, y, z`, or more of them."""
-    packed = isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
-    return packed and any(isinstance(to, ast.Tuple) and len(to.elts) > 2 for to in node.targets)
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    return any(isinstance(to, ast.Tuple) and len(to.elts) > 2 for to in node.targets)
 
 
 def _any_parameters(module: str, tree: ast.Module) -> int:

@@ -92,7 +92,7 @@ def test_every_door_in_tools_leads_to_its_command() -> None:
     for door, command in named.items():
         assert f'run("{command}")' in doors[door]
     # One of them as it is called; what is wrong is said in the command's name.
-    command = [sys.executable, "tools/train_tokenizer.py", "--input", "x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    words = [sys.executable, "tools/train_tokenizer.py", "--input", "x"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: megalite tokenizer: the following arguments are required: --vocab-size")

@@ -236,7 +236,9 @@ def test_memory_tables() -> None:
         world, common = words.split(": ")
         for flags, memory, schedule, bubble in rows(table):
             said = report(int(world), f"{common} {flags.strip('`')}")
-            assert re.search(r"most memory: (\S+ \w+)", said)[1] == f"{memory} GiB", flags  # type: ignore[index]
+            found = re.search(r"most memory: (\S+ \w+)", said)
+            assert found is not None, flags
+            assert found[1] == f"{memory} GiB", flags
             assert f"{schedule}, bubble {bubble.replace(' %', '%')} of" in said, flags
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ def in_folder(rank: int, folder: str, arguments: list[str], world: int) -> Any:
 @contextmanager
 def tables_restored() -> Iterator[None]:
     """Recipes add to tables of the process, which other tests read."""
-    tables: list[dict[str, Any]] = [FAMILIES, ACTIVATIONS, NORMS, LR_DECAYS, RULES, SCHEDULES]
+    tables: list[MutableMapping[str, Any]] = [FAMILIES, ACTIVATIONS, NORMS, LR_DECAYS, RULES, SCHEDULES]
     before = [dict(table) for table in tables]
     try:
         yield

@@ -19,10 +19,10 @@ from megalite.extras.tool import ToolParser
 from tests.ranks import ROOT
 
 
-def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
+def run(body: str, **options: Any) -> subprocess.CompletedProcess[str]:
     imports = "from megalite.core.base.errors import UserError; from megalite.extras.tool import run_tool"
     code = f"{imports}\ndef main():\n    {body}\nrun_tool(main)\n"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
 
 
 def test_user_error_is_one_line_and_2() -> None:

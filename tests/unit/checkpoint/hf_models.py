@@ -226,9 +226,10 @@ def load_model(folder: Path) -> Any:
     """A folder as `from_pretrained` loads it, in fp32 and evaluation mode, nothing missing and nothing left over."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
+    model, info = loaded
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info
     assert not info["mismatched_keys"], info

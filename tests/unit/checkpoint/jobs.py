@@ -145,8 +145,8 @@ def bytes_of_tensors(rank: int, cfg: Config, world: int, folder: str, names: lis
     begin = 8 + int.from_bytes(data[:8], "little")
     header, read, preadv = json.loads(data[8:begin]), [0], os.preadv
 
-    def counting(fd: int, buffers: Any, offset: int) -> int:
-        count = preadv(fd, buffers, offset)
+    def counting(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        count = preadv(fd, buffers, offset, flags)
         for first, end in (header[name]["data_offsets"] for name in names):
             read[0] += max(0, min(begin + end, offset + count) - max(begin + first, offset))
         return count

@@ -69,7 +69,7 @@ def test_every_family_is_tested() -> None:
     assert {model_type for model_type, _ in CASES.values()} == set(FAMILIES)
 
 
-LAYOUTS = ({}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2})
+LAYOUTS: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2})
 EXPERTS = [
     (case, {"ep": 2, **layout}) for case in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe") for layout in LAYOUTS[:2]
 ]
@@ -289,7 +289,9 @@ def test_the_module_of_qwen3_next(
 ) -> None:
     """To a checkpoint and back bit for bit, whether config.json names it or not, and as saved in any layout."""
     folder, _ = models("qwen3_next")
-    last = {} if layers == 4 else {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention"] * 2}
+    last: dict[str, Any] = (
+        {} if layers == 4 else {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention"] * 2}
+    )
     keys = {**last, "layer_types": last["layer_types"][:3]} if last else {}
     weights, module = with_qwen_module(folder, tmp_path / "hf", **keys)
     held = {k: x for k, x in (weights | module).items() if not k.startswith(f"model.layers.{layers}.")}
@@ -445,8 +447,8 @@ def assert_same_gradients(hf: Any, module: Any, engine: Any, model: Any, ids: to
             mine = ours[spec.name][tuple(slice(n) for n in spec.shape)]
             for part in file_tensors(FAMILIES["qwen3_next"].place(spec.name, model.num_layers), spec, model.num_heads):
                 reference = theirs.pop(part.name)
-                for box, rows in part.views(reference):
-                    assert (mine[box.index] - rows).norm() <= 1e-5 * reference.norm(), part.name
+                for box, view in part.views(reference):
+                    assert (mine[box.index] - view).norm() <= 1e-5 * reference.norm(), part.name
     assert not theirs
 
 
@@ -516,9 +518,9 @@ def test_experts_in_mxfp4_are_read_as_transformers_reads_them(models: Any, tmp_p
     (packed / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
     import_hf(packed, tmp_path / "ckpt")
     assert "quantization_config" not in export_hf(tmp_path / "ckpt", tmp_path / "out")
-    out = read_all(tmp_path / "out")
-    assert out.keys() == expected.keys()
-    assert all(torch.equal(out[name], expected[name]) for name in expected)
+    exported = read_all(tmp_path / "out")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
     source = HFSource(packed)
     assert source.dtype == "bfloat16"
     for spec, packing in source.tensors():

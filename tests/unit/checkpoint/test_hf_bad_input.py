@@ -117,7 +117,7 @@ def index_lies(folder: Path) -> None:
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
-BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "family": (edit_config(model_type="mamba"), f"'mamba' is not one of {', '.join(FAMILIES)}"),
     "no_family": (edit_config(model_type="DELETE"), f"None is not one of {', '.join(FAMILIES)}"),
     "no_size": (edit_config(hidden_size="DELETE"), "has no hidden_size"),
@@ -159,7 +159,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "tied_with_other_head": (edit_config(tie_word_embeddings=True), "tie_word_embeddings is true"),
     "layers": (edit_config(num_hidden_layers=3), "9 tensors (model.layers.2"),
     "no_config": (lambda f: (f / "config.json").unlink(), "config.json: cannot be opened"),
-    "config_is_no_json": (lambda f: (f / "config.json").write_text("{" * 100000) and None, "is not JSON"),
+    "config_is_no_json": (lambda f: (f / "config.json").write_text("{" * 100000), "is not JSON"),
     "no_weights": (lambda f: (f / "model.safetensors").unlink(), "are missing"),
     "only_pickle": (only_pickle, "pytorch_model.bin is a pickle"),
     "pickle_as_safetensors": (pickle_as_safetensors, "is not a complete safetensors file (header too large)"),
@@ -168,7 +168,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         "model.safetensors: is not a complete safetensors file (incomplete metadata, file not fully covered)",
     ),
     "longer": (longer, "is not a complete safetensors file"),
-    "empty": (lambda f: (f / "model.safetensors").write_bytes(b"") and None, "is not a complete safetensors file"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "is not a complete safetensors file"),
     "header_of_other_json": (with_header(a=[1]), "is not a complete safetensors file"),
     "overlap": (
         with_header(

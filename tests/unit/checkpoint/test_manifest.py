@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -47,9 +48,9 @@ cuts = st.lists(st.integers(0, 1000), max_size=12)
 
 
 @given(shapes, cuts, st.randoms())
-def test_any_tiling_is_accepted_and_comes_back(shape: tuple[int, int], choices: list[int], shuffle: object) -> None:
+def test_any_tiling_is_accepted_and_comes_back(shape: tuple[int, int], choices: list[int], shuffle: Random) -> None:
     parts = cut(shape, choices)
-    shuffle.shuffle(parts)  # type: ignore[attr-defined]
+    shuffle.shuffle(parts)
     manifest = manifest_of(shape, parts)
     assert Manifest.from_json(manifest.to_json(), "here") == manifest
 
@@ -60,7 +61,8 @@ def test_anything_else_is_refused(shape: tuple[int, int], choices: list[int], wh
     parts = cut(shape, choices)
     changed = list(parts[which % len(parts)])
     changed[side] += by
-    parts[which % len(parts)] = tuple(changed)  # type: ignore[call-overload]
+    r, c, n, m = changed
+    parts[which % len(parts)] = (r, c, n, m)
     count = np.zeros(shape, int)
     inside = all(
         r >= 0 and c >= 0 and n > 0 and m > 0 and r + n <= shape[0] and c + m <= shape[1] for r, c, n, m in parts

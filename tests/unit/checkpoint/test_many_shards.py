@@ -77,7 +77,12 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.
     reader.close()
 
     opened: list[str] = []
-    monkeypatch.setattr(reader_module, "open_inside", lambda *a: opened.append(a[1]) or open_inside(*a))
+
+    def noted(folder: Path, name: str) -> int:
+        opened.append(name)
+        return open_inside(folder, name)
+
+    monkeypatch.setattr(reader_module, "open_inside", noted)
     everywhere = set()
     for rank in range(world):
         opened.clear()
@@ -109,18 +114,20 @@ def scatter(folder: Path, shards: int) -> None:
         file.unlink()
     files, boxes = [], defaultdict(list)
     for number, rows in enumerate(pieces):
-        header, begins = make_header([(box_key(*at), "F32", tuple(row.shape)) for *at, row in rows])
+        header, begins = make_header(
+            [(box_key(kind, name, at), "F32", tuple(row.shape)) for kind, name, at, row in rows]
+        )
         path = folder / f"rank_{number:05}.safetensors"
         size, crcs = write_file(path, [header, *(memoryview(row.numpy().tobytes()) for *_, row in rows)])
         files.append(FileEntry(path.name, size, len(header), tuple(crcs)))
         for kind, name, offset, row in rows:
             begin = begins[box_key(kind, name, offset)]
             boxes[kind, name].append((number, Slice(offset, tuple(row.shape), begin)))
-    tensors = {
+    in_rows = {
         kind: {name: dataclasses.replace(entry, boxes=tuple(boxes[kind, name])) for name, entry in of_kind.items()}
         for kind, of_kind in manifest.tensors.items()
     }
-    content = dataclasses.replace(manifest, files=tuple(files), tensors=tensors).to_json()
+    content = dataclasses.replace(manifest, files=tuple(files), tensors=in_rows).to_json()
     (folder / "manifest.json").write_bytes(content)
     (folder / "COMMIT").write_bytes(commit_text(content))
 
@@ -240,7 +247,8 @@ def test_a_resume_parses_the_manifest_once_on_each_rank(pool: WorkerPool, tmp_pa
 def simulated(ranks: int) -> tuple[bytes, list[tuple[str, Slice]]]:
     """A manifest of equal state on each of `ranks` ranks, 8 of them side by side in every tensor; rank 0's boxes."""
     files = [FileEntry(f"rank_{rank:05}.safetensors", 100 + 20 * 4 * 64 * 9, 100, (0,)) for rank in range(ranks)]
-    tensors, own = {}, []
+    tensors: dict[str, dict[str, TensorEntry]] = {}
+    own: list[tuple[str, Slice]] = []
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         tensors[kind] = {}
         for layer in range(ranks // 8 * 20):

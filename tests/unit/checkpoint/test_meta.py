@@ -29,29 +29,33 @@ def changed(where: str, value: Any) -> bytes:
     return json.dumps(content).encode()
 
 
+def odd(where: str, *values: Any) -> list[tuple[str, Any]]:
+    return [(where, value) for value in values]
+
+
 ODD: list[tuple[str, Any]] = [
     *((f"meta/{key}", v) for key in ("step", "consumed_samples", "skipped_steps") for v in (-1, 1.5, True, 2**62, "2")),
-    *(("step", v) for v in (-1, 1.5, True, 2**62)),
+    *odd("step", -1, 1.5, True, 2**62),
     ("meta/step", 3),
     ("meta", []),
-    *(("meta/loss_history", v) for v in ("text", [float("nan")], [1e999], [None], [0.5] * 5000, {})),
-    *(("meta/scalars", v) for v in (None, [], {"num_steps": -5}, {"num_steps": 1.5}, {"loss_scale": 0.0})),
-    *(("meta/scalars/loss_scale", v) for v in (-1.0, float("inf"), "1", [1.0])),
-    *(("meta/config", v) for v in (None, [], {"model": None}, {"model": "llama"})),
-    *(("meta/config/model/hidden_size", v) for v in ("4", 4.0, True, None, [4])),
-    *(("meta/config/model/rope_scaling", v) for v in (8.0, {"factor": "8"}, {"unknown": 1})),
-    *(("meta/config/optim/lr", v) for v in ("0.1", None, float("nan"))),
-    *(("meta/config/data/tokenizer", v) for v in (5, ["x"], "x" * 5000)),
+    *odd("meta/loss_history", "text", [float("nan")], [1e999], [None], [0.5] * 5000, {}),
+    *odd("meta/scalars", None, [], {"num_steps": -5}, {"num_steps": 1.5}, {"loss_scale": 0.0}),
+    *odd("meta/scalars/loss_scale", -1.0, float("inf"), "1", [1.0]),
+    *odd("meta/config", None, [], {"model": None}, {"model": "llama"}),
+    *odd("meta/config/model/hidden_size", "4", 4.0, True, None, [4]),
+    *odd("meta/config/model/rope_scaling", 8.0, {"factor": "8"}, {"unknown": 1}),
+    *odd("meta/config/optim/lr", "0.1", None, float("nan")),
+    *odd("meta/config/data/tokenizer", 5, ["x"], "x" * 5000),
     ("meta/config/data/data", "x"),
     ("meta/config/train/seed", 2**200),
-    *(("meta/tokenizer_sha256", v) for v in (1, ["a"])),
+    *odd("meta/tokenizer_sha256", 1, ["a"]),
     ("meta/data_hash", {}),
-    *(("meta/chat_template", v) for v in (5, "é" * (2**17 + 1))),
-    *(("meta/hf", v) for v in ([], {"dtype": 4}, {"eos_token_id": "x"}, {"eos_token_id": -1})),
+    *odd("meta/chat_template", 5, "é" * (2**17 + 1)),
+    *odd("meta/hf", [], {"dtype": 4}, {"eos_token_id": "x"}, {"eos_token_id": -1}),
     ("meta/new", [[[[[[[[0]]]]]]]]),
-    *(("run_id", v) for v in ("", "a\x1b[2Jb", "a b", 5, "x" * 5000)),
-    *(("topology", v) for v in ({"a\x9b": 1}, {"tp": 1.0}, [])),
-    *((f"tensors/master/{Q}/dtype", v) for v in ("I32", "U8", "BOOL", "F8")),
+    *odd("run_id", "", "a\x1b[2Jb", "a b", 5, "x" * 5000),
+    *odd("topology", {"a\x9b": 1}, {"tp": 1.0}, []),
+    *odd(f"tensors/master/{Q}/dtype", "I32", "U8", "BOOL", "F8"),
 ]
 
 

@@ -262,7 +262,7 @@ def test_damage_in_the_store_is_an_error(url: str, tmp_path: Path) -> None:
 
 
 def test_keep_last_and_what_a_run_does_not_continue(url: str, tmp_path: Path) -> None:
-    names = []
+    names: list[str] = []
     for step in (1, 2, 3):
         part = make_part(tmp_path, url, step, save_id=str(step) * 16, written=names)
         names.append(part.name)
@@ -296,7 +296,7 @@ def test_what_is_abandoned_is_set_aside_before_the_commit(
 
 def test_a_listing_that_is_old(url: str, tmp_path: Path, proxy: BreakingProxy) -> None:
     """It names what is deleted and lacks what is new: the newest checkpoint is found, and nothing that is gone."""
-    names = []
+    names: list[str] = []
     store = Store(url)
     proxy.faults = [Fault("GET .*list-type.*delimiter", "replay", 0)]
     for step in (1, 2, 3, 4):
@@ -373,13 +373,14 @@ def test_urls() -> None:
         assert "secret" not in str(e.value)
 
     check_url("--run-dir", "abfs://container@account/x")
-    for options in (
+    wrong: tuple[dict[str, Any], ...] = (
         {"init_from_hf": "s3://me:secret@b/x"},
         {"calibration": "s3://secret/x"},
         {"run_dir": "memory://m/x"},
-    ):
+    )
+    for options in wrong:
         with pytest.raises(UserError) as e:
-            RunConfig(**options)  # type: ignore[arg-type]
+            RunConfig(**options)
         assert "secret" not in str(e.value)
     with pytest.raises(UserError, match="--offload-dir: must be a path on this machine"):
         Config(train=TrainConfig(offload="optimizer", offload_dir="s3://b/x"))
@@ -642,6 +643,11 @@ class Reports:
         return left
 
 
+def writer_of(*errors: str) -> Any:
+    """A `Reports` in the place of a `WriterProcess`."""
+    return Reports(*errors)
+
+
 def test_what_is_held_is_uploaded_when_the_store_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only at the end of the run; and not while the writer writes it, who would take that for an order to stop."""
     mirror, released, is_written = Mirror("s3://bucket/x", tmp_path), list[str](), False
@@ -650,10 +656,10 @@ def test_what_is_held_is_uploaded_when_the_store_is_free(tmp_path: Path, monkeyp
     first, second = (f"step_0000000{i}-" + "0" * 16 for i in (1, 2))
     mirror.describe_save(first, 2, False)
     mirror.describe_save(second, 2, True)
-    mirror.check(Reports(""), stop=True)  # type: ignore[arg-type]
+    mirror.check(writer_of(""), stop=True)
     assert not released
     is_written = True
-    mirror.check(Reports(), stop=True)  # type: ignore[arg-type]
+    mirror.check(writer_of(), stop=True)
     assert released == [second]
     assert mirror.is_busy
 
@@ -661,15 +667,15 @@ def test_what_is_held_is_uploaded_when_the_store_is_free(tmp_path: Path, monkeyp
 def test_failed_uploads_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Three in a row with --save-errors stop; the last one always counts."""
     mirror, ctx = Mirror("s3://bucket/x", tmp_path), ParallelContext.single()
-    mirror.check(Reports("away", "away"), stop=True)  # type: ignore[arg-type]
+    mirror.check(writer_of("away", "away"), stop=True)
     with pytest.raises(SaveError, match="3 uploads in a row failed; those on the local disk are whole"):
-        mirror.check(Reports("away"), stop=True)  # type: ignore[arg-type]
-    mirror.check(Reports(), stop=False)  # type: ignore[arg-type]
-    mirror.check(Reports(""), stop=True)  # type: ignore[arg-type]
-    assert mirror.settle(Reports(), ctx) == ""  # type: ignore[arg-type]
+        mirror.check(writer_of("away"), stop=True)
+    mirror.check(writer_of(), stop=False)
+    mirror.check(writer_of(""), stop=True)
+    assert mirror.settle(writer_of(), ctx) == ""
     mirror.shared = False
     caplog.clear()
-    assert mirror.settle(Reports("away"), ctx) == "its upload failed"  # type: ignore[arg-type]
+    assert mirror.settle(writer_of("away"), ctx) == "its upload failed"
     assert "whole" not in caplog.text
 
 

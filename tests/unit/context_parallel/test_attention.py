@@ -79,6 +79,11 @@ def formula(
     return p @ v
 
 
+def gradient_of(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
 def part(x: Tensor, size: int, rank: int) -> Tensor:
     """A rank's tokens of [B, heads, S, D], positions first in memory as in the model."""
     return torch.cat([x[:, :, run.start : run.stop] for run in runs_of(S, size, rank)], 2).permute(2, 0, 1, 3)
@@ -110,7 +115,7 @@ def attended(
                 options["sinks"] = leaves[-1]
             y = attention(q, k, v, Mask(window), documents if packed else None, **options)
             y.backward(dy.permute(1, 2, 0, 3))
-            out.append([y.detach().permute(2, 0, 1, 3), *(x.grad for x in leaves)])
+            out.append([y.detach().permute(2, 0, 1, 3), *map(gradient_of, leaves)])
     return out
 
 
@@ -125,7 +130,7 @@ def largest_error(
     for i, case in enumerate(CASES):
         *leaves, dy = drawn(*case[:2])
         leaves = [x.to(dtype).double().requires_grad_() for x in leaves]
-        y = formula(*leaves, *case[2:], dropout=dropout)
+        y = formula(leaves[0], leaves[1], leaves[2], *case[2:], dropout=dropout)
         y.backward(dy.to(dtype).double())
         results = zip(("out", "dq", "dk", "dv"), (y, *(x.grad for x in leaves)), zip(*(r[i] for r in ranks)))
         for what, whole, parts in results:
@@ -166,17 +171,15 @@ def test_sinks_are_a_column_of_the_softmax(
     for i, case in enumerate(CASES):
         *leaves, dy = drawn(*case[:2])
         leaves = [x.to(dtype).double().requires_grad_() for x in [*leaves, SINKS[: case[0]]]]
-        y = formula(*leaves[:3], *case[2:], leaves[3], DROPOUT if dropout else None)
+        y = formula(leaves[0], leaves[1], leaves[2], *case[2:], leaves[3], DROPOUT if dropout else None)
         y.backward(dy.to(dtype).double())
         own = [rank[i] for rank in ranks]
-        pairs = [(torch.stack([got[-1] for got in own]).double().sum(0), leaves[3].grad)]
-        for at, whole in enumerate((y, *(x.grad for x in leaves[:3]))):
-            assert whole is not None
+        pairs = [(torch.stack([got[-1] for got in own]).double().sum(0), gradient_of(leaves[3]))]
+        for at, whole in enumerate((y, *map(gradient_of, leaves[:3]))):
             want = torch.stack([part(whole.detach(), size, rank) for rank in range(size)])
             pairs.append((torch.stack([got[at] for got in own]).double(), want))
-        for got, want in pairs:
-            assert want is not None
-            assert (got - want).norm() <= LIMITS[dtype] * want.norm(), case
+        for mine, whole in pairs:
+            assert (mine - whole).norm() <= LIMITS[dtype] * whole.norm(), case
 
 
 def test_long_samples_have_no_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +187,8 @@ def test_long_samples_have_no_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(blocks, "_ROWS", 5)
     ops = resolve("auto", "cpu", torch.float64)
     ctx = ParallelContext.create(Grid.of(1), torch.device("cpu"))
-    attention = share_attention("gather", 1, ctx, replace(ops, attention=None), recomputed=False, long=S)
+    without: Any = {"attention": None}
+    attention = share_attention("gather", 1, ctx, replace(ops, **without), recomputed=False, long=S)
     for case in CASES:
         if case[2] is None and not case[4]:
             continue
@@ -193,7 +197,7 @@ def test_long_samples_have_no_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch)
         for attend in (formula, attention):
             leaves = [x.detach().requires_grad_() for x in leaves]
             if attend is formula:
-                out = formula(*leaves, *case[2:])
+                out = formula(leaves[0], leaves[1], leaves[2], *case[2:])
             else:
                 documents = Documents(STARTS.t()) if case[4] else None
                 out = attention(*leaves, Mask(case[2]), documents, softcap=case[3])

@@ -17,6 +17,7 @@ from megalite.core.base.errors import UserError
 from megalite.runtime.data.blend import BlendedDataset, BlendOrder, BlendRule, compiled, run_in_python
 from megalite.runtime.data.samples import GPTDataset
 from megalite.runtime.data.tokens import IndexedDataset
+from tests.unit.data.plain import ids_of
 
 Make = Callable[..., IndexedDataset]
 
@@ -126,9 +127,10 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ValueError, match="must"):
             run(*operands, 0, 3)
     # A copy would be made of these, and written in their place.
-    for operands in ((weights, taken.astype(np.int32), None), (weights, taken, choices[:, ::-1])):
+    copied: list[tuple[Any, Any, Any]] = [(weights, taken.astype(np.int32), None), (weights, taken, choices[:, ::-1])]
+    for w, t, c in copied:
         with pytest.raises(TypeError, match="incompatible function arguments"):
-            run(*operands, 0, 3)
+            run(w, t, c, 0, 3)
     taken.flags.writeable = False
     with pytest.raises(ValueError, match="not writeable"):
         run(weights, taken, choices, 0, 3)
@@ -155,7 +157,7 @@ def test_a_blend_reads_each_sets_own_samples_and_epochs(make_dataset: Make) -> N
         assert blend.order.locate(position) == (chosen, nth)
         np.testing.assert_array_equal(blend.sample(position), dataset.sample(nth))
     # b has 4 samples and is asked 20 times: five epochs, each holding all of them
-    taken_of_b = [int(blend.sample(p)[0]) // 10 for p, (chosen, _) in enumerate(expected) if chosen == 1]
+    taken_of_b = [int(ids_of(blend, p)[0]) // 10 for p, (chosen, _) in enumerate(expected) if chosen == 1]
     assert [sorted(taken_of_b[i : i + 4]) for i in range(0, 20, 4)] == [[0, 1, 2, 3]] * 5
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from megalite.core.base.errors import UserError
 from megalite.runtime.data import BlendedDataset, GPTDataset, build_datasets, prefixes_of
 from megalite.runtime.data.tokens import IndexedDataset
+from tests.unit.data.plain import ids_of
 
 Make = Callable[..., IndexedDataset]
-ARGS = {"split": "80,20,0", "seq_len": 10, "seed": 3, "vocab_size": 100_000}
+ARGS: dict[str, Any] = {"split": "80,20,0", "seq_len": 10, "seed": 3, "vocab_size": 100_000}
 
 
 def test_one_prefix_is_split_by_documents(make_dataset: Make) -> None:
@@ -24,8 +26,8 @@ def test_one_prefix_is_split_by_documents(make_dataset: Make) -> None:
     seen = np.concatenate([built.train.sample(p) for p in range(built.train.num_samples)])
     assert seen.max() < 800
     # evaluation reads in order
-    assert [int(built.valid.sample(p)[0]) for p in range(3)] == [800, 810, 820]
-    assert [int(built.train.sample(p)[0]) for p in range(3)] != [0, 10, 20]
+    assert [int(ids_of(built.valid, p)[0]) for p in range(3)] == [800, 810, 820]
+    assert [int(ids_of(built.train, p)[0]) for p in range(3)] != [0, 10, 20]
 
 
 def test_a_blend_splits_each_set(make_dataset: Make) -> None:
@@ -75,7 +77,7 @@ def test_the_same_data_twice_in_a_blend_is_refused(make_dataset: Make, caplog: p
         twice.content_hashes()
     old = build_datasets(["0.5", a, "0.5", copy], **args)
     old.use_version(2)
-    seen = [int(old.train.sample(position)[0]) for position in range(39)]  # type: ignore[index]
+    seen = [int(ids_of(old.train, position)[0]) for position in range(39)]
     assert isinstance(old.train, BlendedDataset)
     assert (old.train.datasets[0].num_samples, len(set(seen))) == (39, 20)
     assert old.content_hashes()["data_hash"]
@@ -88,7 +90,7 @@ def test_sources_of_one_length_are_walked_in_orders_of_their_own(make_dataset: M
     assert isinstance(train, BlendedDataset)
     for version, distinct in ((2, 1), (3, 2)):
         train.version = version
-        assert len({tuple(int(d.sample(p)[0]) for p in range(39)) for d in train.datasets}) == distinct  # type: ignore
+        assert len({tuple(int(ids_of(d, p)[0]) for p in range(39)) for d in train.datasets}) == distinct
 
 
 def test_evaluation_data_that_are_trained_on_are_told(make_dataset: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,9 @@ import pytest
 from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import BlockHasher, IndexedDatasetWriter
 from megalite.runtime.data import binary, sidecar
+from megalite.runtime.data.blend import BlendedDataset
 from megalite.runtime.data.build import Datasets, build_datasets
+from tests.unit.data.plain import ids_of
 
 SIDECAR = {"vocab_size": 60_000, "tokenizer_sha256": "0"}
 
@@ -92,11 +94,12 @@ def test_without_checksums_one_rank_reads(tmp_path: Path, reads: dict[str, int])
 @pytest.mark.parametrize("sums", [True, pytest.param(False, marks=pytest.mark.full)], ids=["checksums", "none"])
 def test_more_sources_than_files_may_be_open(tmp_path: Path, sums: bool) -> None:
     opened = open_all([write(tmp_path / f"s{i:03}", 100, sums=sums) for i in range(600)], 0, 1)
+    assert isinstance(opened.train, BlendedDataset)
     names = set()
     for position in range(1200):
-        sample = opened.train.sample(position)
-        assert sample.tolist() == list(range(sample[0], sample[0] + 17))  # type: ignore[union-attr]
-        names.add(opened.train.order.locate(position)[0])  # type: ignore[attr-defined]
+        sample = ids_of(opened.train, position)
+        assert sample.tolist() == list(range(sample[0], sample[0] + 17))
+        names.add(opened.train.order.locate(position)[0])
     assert len(names) == 600
 
 

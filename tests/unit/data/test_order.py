@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,10 +26,10 @@ def test_a_large_epoch_takes_no_memory_and_few_hashes(monkeypatch: pytest.Monkey
 
     hashes, blake2b = 0, order.hashlib.blake2b
 
-    def counted(*args: object, **options: object) -> object:
+    def counted(*args: Any, **options: Any) -> object:
         nonlocal hashes
         hashes += 1
-        return blake2b(*args, **options)  # type: ignore[arg-type]
+        return blake2b(*args, **options)
 
     monkeypatch.setattr(order.hashlib, "blake2b", counted)
     shuffled = EpochOrder(10**9, 1)

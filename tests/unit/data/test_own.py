@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,14 +26,19 @@ class Own:
         return self.row
 
 
+def padded(padding: Any) -> Rows:
+    """Padding in a list, as users may give it."""
+    return replace(ROW, padding=padding)
+
+
 def test_padding_is_what_the_user_says() -> None:
     for padding, tokens in (([False, False, True, True], 2), (None, 4)):
-        row = OwnDataset(Own(replace(ROW, padding=padding)), 4, 9).sample(0)
+        row = OwnDataset(Own(padded(padding)), 4, 9).sample(0)
         assert isinstance(row, Rows)
         assert row.num_tokens() == tokens
     for wrong in ([True, False, True, True], [False, True]):
         with pytest.raises(UserError, match="no target where it is true"):
-            OwnDataset(Own(replace(ROW, padding=wrong)), 4, 9)
+            OwnDataset(Own(padded(wrong)), 4, 9)
 
 
 def test_a_token_further_on_may_be_padding() -> None:

@@ -13,6 +13,7 @@ from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.data.samples import GPTDataset, MockDataset, split_documents
 from megalite.runtime.data.shuffle import epoch_order
 from megalite.runtime.data.tokens import IndexedDataset
+from tests.unit.data.plain import ids_of
 
 Make = Callable[..., IndexedDataset]
 
@@ -20,9 +21,9 @@ Make = Callable[..., IndexedDataset]
 def test_without_shuffle_sample_i_is_the_ith_window_of_the_concatenated_documents(make_dataset: Make) -> None:
     data = GPTDataset(make_dataset([5, 7, 0, 4]), 4, shuffle=False)
     assert len(data) == 3
-    assert [data.sample(i).tolist() for i in range(3)] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9, 10, 11, 12]]
-    assert data.sample(0).dtype == np.int64
-    assert data.sample(5).tolist() == data.sample(2).tolist()  # the second epoch
+    assert [ids_of(data, i).tolist() for i in range(3)] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9, 10, 11, 12]]
+    assert ids_of(data, 0).dtype == np.int64
+    assert ids_of(data, 5).tolist() == ids_of(data, 2).tolist()  # the second epoch
 
 
 @settings(max_examples=30, deadline=None)
@@ -45,13 +46,13 @@ def test_shuffled_epochs_each_hold_every_sample_once_in_another_order(make_datas
     data.version = 1  # of runs that began with it
     assert data.num_samples == 20
     # Sample i begins with token 10 i.
-    epochs = [[int(data.sample(20 * e + i)[0]) // 10 for i in range(20)] for e in range(3)]
+    epochs = [[int(ids_of(data, 20 * e + i)[0]) // 10 for i in range(20)] for e in range(3)]
     for epoch, order in enumerate(epochs):
         assert order == epoch_order(20, 3, epoch).tolist()
         assert sorted(order) == list(range(20))
     assert len({tuple(order) for order in epochs}) == 3
-    assert data.sample(25).tolist() == list(range(epochs[1][5] * 10, epochs[1][5] * 10 + 11))
-    assert int(data.sample(3)[0]) // 10 == epochs[0][3]  # going back in time works
+    assert ids_of(data, 25).tolist() == list(range(epochs[1][5] * 10, epochs[1][5] * 10 + 11))
+    assert int(ids_of(data, 3)[0]) // 10 == epochs[0][3]  # going back in time works
 
 
 def test_the_next_epoch_is_told_once(make_dataset: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,12 +76,12 @@ def test_a_split_shorter_than_one_sample_is_told_with_the_figures(make_dataset: 
         GPTDataset(indexed, 8, documents=(1, 2), split="valid")
     assert "valid split" in str(e.value)
     assert "1 of 2 documents hold 7 tokens, one sample needs seq_len + 1 = 9" in str(e.value)
-    assert GPTDataset(indexed, 6, documents=(1, 2)).sample(0).tolist() == [100, 101, 102, 103, 104, 105, 106]
+    assert ids_of(GPTDataset(indexed, 6, documents=(1, 2)), 0).tolist() == [100, 101, 102, 103, 104, 105, 106]
 
 
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(make_dataset: Make) -> None:
     data = GPTDataset(make_dataset([5, 7, 4]), 4, shuffle=False, vocab_size=10)
-    assert data.sample(1).tolist() == [4, 5, 6, 7, 8]
+    assert ids_of(data, 1).tolist() == [4, 5, 6, 7, 8]
     boundary = GPTDataset(make_dataset([5, 7, 4]), 4, shuffle=False, vocab_size=12)
     with pytest.raises(UserError, match="token id 12 "):
         boundary.sample(2)

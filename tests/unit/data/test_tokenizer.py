@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import json
 import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -44,8 +46,8 @@ def test_sentencepiece_decodes_every_real_text_to_itself(tokenizer_dir: Path, co
 
 
 def test_sentencepiece_is_trained_with_the_options_that_make_it_exact(tokenizer_dir: Path) -> None:
-    from sentencepiece import sentencepiece_model_pb2
-
+    # Protobuf makes its names as it is imported.
+    sentencepiece_model_pb2 = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     model = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString((tokenizer_dir / "tokenizer.model").read_bytes())
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
@@ -292,7 +294,7 @@ def test_sentencepiece_round_trips_any_text(tokenizer_dir: Path) -> None:
         {"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False},
     ],
 )
-def test_sentencepiece_spans_cover_the_text_that_each_token_read(tmp_path: Path, options: dict[str, object]) -> None:
+def test_sentencepiece_spans_cover_the_text_that_each_token_read(tmp_path: Path, options: dict[str, Any]) -> None:
     """Also where the model adds a space in front, drops spaces, or takes the ligature apart."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(Path(json.__file__).read_text().splitlines()),

@@ -66,7 +66,7 @@ def groups_made(
     """Ranks of the groups that each rank makes, in its order."""
     made, new_group = list[tuple[int, ...]](), dist.new_group
 
-    def recorded(ranks: list[int], **options: object) -> dist.ProcessGroup:
+    def recorded(ranks: list[int], **options: Any) -> dist.ProcessGroup:
         made.append(tuple(ranks))
         return new_group(ranks, **options)
 
@@ -132,7 +132,7 @@ def test_an_axis_of_all_ranks_shares_the_communicator_of_the_world(
     grid, names = Grid(tuple((name, sizes.get(name, 1)) for name in ("pp", "dp", "cp", "tp"))), list[str]()
     new_group = dist.new_group
 
-    def recorded(ranks: list[int], group_desc: str, **options: object) -> dist.ProcessGroup:
+    def recorded(ranks: list[int], group_desc: str, **options: Any) -> dist.ProcessGroup:
         names.append(group_desc)
         return new_group(ranks, group_desc=group_desc, **options)
 
@@ -162,6 +162,7 @@ def test_a_group_that_takes_long_is_named_with_stacks(
         return new_group(ranks, group_desc=group_desc, **options)
 
     def dump_traceback(**options: Any) -> None:
+        assert sys.__stderr__ is not None
         faulthandler.dump_traceback(**options, file=sys.__stderr__)
         said.set()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ def test_a_layer_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> Non
     # Their chunks take differences of sums of decays, which costs their gradients 8e-5.
     monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", theirs.torch_recurrent_gated_delta_rule)
     model = jobs.llama(2, **HEADS, hidden_size=64, linear_attention_freq=2, norm_eps=1e-6, init_std=0.1)
-    layer = stages_of(jobs.make_config(model), Grid.of(1), 0, Placement(1, 1))[0].layers["0"].self_attn
+    layer: Any = stages_of(jobs.make_config(model), Grid.of(1), 0, Placement(1, 1))[0].layers["0"].self_attn
     jobs.init_parameters(layer, 1)
     other = theirs.Qwen3NextGatedDeltaNet(theirs.Qwen3NextConfig(**HEADS, hidden_size=64, rms_norm_eps=1e-6), 0)
     weights = {name: p.detach() for name, p in layer.named_parameters()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -43,7 +45,7 @@ def test_every_preset_counts_as_its_dimensions_say() -> None:
     for name in PRESETS:
         m = parse(["--preset", name]).config.model
         q, kv, matrices = m.num_heads * m.head_size, m.kv_heads * m.head_size, 3 if m.gated else 2
-        flops, keys_and_values = flops_per_token(m), q
+        flops, keys_and_values = flops_per_token(m), float(q)
         deltas = sum(map(m.is_delta_net, range(m.num_layers)))
         width, routers, dense = m.ffn_size, 0, len(m.moe_dense_layers)
         attention = m.hidden_size * ((2 + m.attention_output_gate) * q + 2 * kv)
@@ -80,7 +82,7 @@ def test_full_attention_adds_the_other_half() -> None:
 
 def test_windows_count_the_keys_that_they_leave() -> None:
     """Every other layer sees 4 of 24 positions: pairs counted one by one."""
-    sizes = {"hidden_size": 48, "num_heads": 4, "head_dim": 16, "vocab_size": 100, "seq_len": 24}
+    sizes: dict[str, Any] = {"hidden_size": 48, "num_heads": 4, "head_dim": 16, "vocab_size": 100, "seq_len": 24}
     cfg = ModelConfig(num_layers=4, **sizes, window=4, window_pattern=2)
     plain = ModelConfig(num_layers=4, **sizes)
     flops, whole = flops_per_token(cfg), flops_per_token(plain)

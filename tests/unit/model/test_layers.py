@@ -57,7 +57,9 @@ def test_rotary_tables_are_those_of_transformers(theta: float, fraction: float, 
         frequencies = 1 / theta ** (torch.arange(0, dim, 2) / dim)
     rotary = layers_of(cfg).rotary(0)
     assert rotary is not None
-    cos, sin = rotary(Positions.of_samples(256), CPU)
+    tables = rotary(Positions.of_samples(256), CPU)
+    assert tables is not None
+    cos, sin = tables
     angles = torch.outer(torch.arange(256.0), frequencies)
     assert cos.dtype == sin.dtype == torch.float32
     torch.testing.assert_close(cos, angles.cos() * amplitude, rtol=0, atol=3e-5)

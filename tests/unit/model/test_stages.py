@@ -50,7 +50,7 @@ LAYOUTS = [
 def rank_context(tp: int, tp_rank: int, pp: int, pp_rank: int) -> ParallelContext:
     """A rank's view of a layout; enough to build stages, which do not communicate."""
     grid, single = Grid.of(tp * pp, tp=tp, pp=pp), ParallelContext.single()
-    axes = {
+    axes: dict[tuple[str, ...], Axis] = {
         ("tp",): Axis("tp", tp, tp_rank, tuple(range(tp))),
         ("pp",): Axis("pp", pp, pp_rank, tuple(range(pp))),
     }

@@ -67,7 +67,7 @@ def test_fp32_is_the_formula_both_ways(
     ops = resolve("auto", "cpu", torch.float32)
     q, k, v, dy = draw(batch, kv_heads * group, kv_heads, seq, width)
     exact = [t.clone().requires_grad_() for t in (q, k, v)]
-    want = reference(*exact, window, scale or width**-0.5, softcap)
+    want = reference(exact[0], exact[1], exact[2], window, scale or width**-0.5, softcap)
     leaves = [t.float().requires_grad_() for t in (q, k, v)]
     out = ops.attention(*leaves, Mask(window), scale=scale, softcap=softcap)
     assert out.shape == q.shape

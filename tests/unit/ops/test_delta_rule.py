@@ -62,9 +62,10 @@ def test_chunks_are_the_recurrence(tokens: int, documents: bool) -> None:
 def in_two(*given: torch.Tensor, starts: torch.Tensor | None, run: Any = gated_delta_rule) -> torch.Tensor:
     """The rule over 70 tokens, then over the others from what those make of the state before them."""
     (starts, later) = (None, None) if starts is None else (starts[:70], starts[70:] - 70)
-    k, v = given[1:3]
+    _, k, v, decay, beta = given
     before = torch.ones(*v.shape[1:3], k.shape[3], v.shape[3], dtype=v.dtype)
-    passed, added = gated_delta_transition(*(x[:70] for x in given[1:]), starts).split((k.shape[3], v.shape[3]), -1)
+    map_of = gated_delta_transition(k[:70], v[:70], decay[:70], beta[:70], starts)
+    passed, added = map_of.split((k.shape[3], v.shape[3]), -1)
     head = run(*(x[:70] for x in given), starts, before)
     return torch.cat((head, run(*(x[70:] for x in given), later, passed @ before + added)))
 
@@ -76,7 +77,7 @@ def test_states_go_from_piece_to_piece(documents: bool, monkeypatch: pytest.Monk
     if starts is not None:
         starts[:3, 0] = -5
     before = torch.ones(2, 6, 6, 5, dtype=torch.float64)
-    expected = gradients(lambda *x: recurrent(*x, starts, before), given)
+    expected = gradients(recurrent, given, starts, before)
     for limit in (delta_slices.LIMIT, 2 * delta_slices.work_bytes(140, 2, 6, 5)):
         monkeypatch.setattr(delta_slices, "LIMIT", limit)
         for run in (gated_delta_rule, recurrent):
@@ -92,11 +93,11 @@ def test_strong_decays_lose_no_digits(strong: dict[int, float], documents: bool)
         given[3][::every] = -x
     before = torch.ones(2, 4, 6, 5, dtype=torch.float64)
 
-    def of(run: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-        return gradients(run, [x.to(dtype).requires_grad_() for x in given])
+    def of(run: Any, *more: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return gradients(run, [x.to(dtype).requires_grad_() for x in given], *more)
 
-    close(of(lambda *x: gated_delta_rule(*x, starts)), of(lambda *x: recurrent(*x, starts), torch.float64), 1e-6)
-    expected = of(lambda *x: recurrent(*x, starts, before), torch.float64)
+    close(of(gated_delta_rule, starts), of(recurrent, starts, dtype=torch.float64), 1e-6)
+    expected = of(recurrent, starts, before, dtype=torch.float64)
     close(of(lambda *x: in_two(*x, starts=starts)), expected, 1e-6)
 
 
@@ -131,7 +132,12 @@ def test_documents_are_as_if_alone(run: Any) -> None:
 
 def test_backward_keeps_the_inputs_alone() -> None:
     given, kept = inputs(130, torch.bfloat16), list[torch.Tensor]()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         out = gated_delta_rule(*given)
     assert out.dtype == torch.bfloat16
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in given}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,9 +85,8 @@ def test_different_keys_are_different_masks(ops: Ops, device: str) -> None:
 def test_attention_with_dropout_is_the_formula(ops: Ops, device: str, heads: tuple[int, int]) -> None:
     """With the scores in memory, and by kernels that know no dropout, for what some keys add to queries."""
     drawn = torch.Generator().manual_seed(3)
-    double = {"dtype": torch.float64, "generator": drawn}
     sizes = [(2, n, s, 8) for n, s in ((heads[0], 5), (heads[1], 7), (heads[1], 7), (heads[0], 5))]
-    q, k, v, dout = (torch.randn(size, **double).to(device) for size in sizes)
+    q, k, v, dout = (torch.randn(size, dtype=torch.float64, generator=drawn).to(device) for size in sizes)
     visible = (torch.rand(2, 1, 5, 7, generator=drawn) < 0.7).to(device)
     visible[..., 0] = True
     keep = (torch.rand(2, heads[0], 5, 7, generator=drawn) < 0.6).to(device)
@@ -98,14 +98,14 @@ def test_attention_with_dropout_is_the_formula(ops: Ops, device: str, heads: tup
     want.backward(dout)
     dtype = torch.float64 if device == "cpu" else torch.float32
     q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
-    ways = [
+    ways: list[tuple[Any, Any]] = [
         (partial(attend, scale=0.3, keep=keep, rate=0.4), partial(attend_backward, scale=0.3, keep=keep, rate=0.4)),
         (
-            lambda q, k, v, visible: dropped(q, k, v, visible, 0.3, keep, 0.4),
-            lambda *given: dropped_backward(*given, 0.3, keep, 0.4),
+            partial(dropped, scale=0.3, keep=keep, rate=0.4),
+            partial(dropped_backward, scale=0.3, keep=keep, rate=0.4),
         ),
     ]
-    limit = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    limit: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
     for forward, backward in ways:
         out, lse = forward(q, k, v, visible)
         torch.testing.assert_close(out.double(), want.detach(), **limit)

@@ -102,7 +102,7 @@ def test_emulation_is_torchs_product(formats: tuple[torch.dtype, torch.dtype]) -
     assert torch.equal(emulated_product(a, b, torch.float32), scaled_product(a, b, torch.float32))
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 has no product by rows on a CPU")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 has no product by rows on a CPU")
 def test_emulation_is_torchs_product_by_rows() -> None:
     generator = torch.Generator().manual_seed(6)
     a, b = (quantize(torch.randn(n, 64, generator=generator), (1, 0), FORMATS["e4m3"], True) for n in (48, 32))
@@ -126,10 +126,15 @@ def test_scales_as_gpus_read_them() -> None:
 @pytest.mark.parametrize("columns", [4, 6])
 def test_squares_of_an_odd_number_are_given_by_rows(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS reads the scales of squares with their columns padded to 4, and torch does not pad them."""
-    generator, passed = torch.Generator().manual_seed(8), []
+    generator, passed = torch.Generator().manual_seed(8), list[torch.Tensor]()
     a, w = (torch.randn(rows, 128 * columns, generator=generator) for rows in (16, 192))
     operands = (quantize(a, (1, 128), FORMATS["e4m3"], True), quantize(w, (128, 128), FORMATS["e4m3"], True))
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **_: passed.extend(args) or args[0])
+
+    def product(*args: torch.Tensor, **_: object) -> torch.Tensor:
+        passed.extend(args)
+        return args[0]
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
     scaled_product(*operands, torch.float32)
     scale = passed[3].t()
     rows = 2 if columns == 4 else 192
@@ -151,15 +156,16 @@ def test_any_number_of_rows(rows: int, inner: int, name: str, monkeypatch: pytes
         assert a.shape[0] % 16 == 0
         assert (left.shape == (len(a), 1)) == of_rows
         scales = (x.reshape(1, 1) if x.ndim == 0 else x for x in (left, right.t()))
-        return emulated_product(*(Codes(x, s, by_rows) for x, s in zip((a, b.t()), scales)), torch.float32)
+        left_codes, right_codes = (Codes(x, s, by_rows) for x, s in zip((a, b.t()), scales))
+        return emulated_product(left_codes, right_codes, torch.float32)
 
     monkeypatch.setattr(torch, "_scaled_mm", product)
-    operands = [
+    x, w = (
         quantize(torch.randn(n, inner, generator=generator), block, FORMATS["e4m3"], recipe.power_of_2)
         for n, block in ((rows, recipe.activation), (256, recipe.weight))
-    ]
-    expected = emulated_product(*operands, torch.float32)
-    torch.testing.assert_close(scaled_product(*operands, torch.float32), expected, rtol=0, atol=1e-4)
+    )
+    expected = emulated_product(x, w, torch.float32)
+    torch.testing.assert_close(scaled_product(x, w, torch.float32), expected, rtol=0, atol=1e-4)
 
 
 def test_error_of_a_product() -> None:
@@ -167,11 +173,11 @@ def test_error_of_a_product() -> None:
     generator = torch.Generator().manual_seed(9)
     x, w = torch.randn(256, 512, generator=generator), torch.randn(128, 512, generator=generator)
     for recipe in RECIPES.values():
-        codes = [
+        left, right = (
             quantize(each, block, FORMATS["e4m3"], recipe.power_of_2)
             for each, block in ((x, recipe.activation), (w, recipe.weight))
-        ]
-        error = (emulated_product(*codes, torch.float32) - x @ w.t()).norm() / (x @ w.t()).norm()
+        )
+        error = (emulated_product(left, right, torch.float32) - x @ w.t()).norm() / (x @ w.t()).norm()
         assert 0.034 < error < 0.041
     x[0, 0] = 1e4
     lost = {

@@ -88,9 +88,15 @@ def kernels(cpp_library: Path) -> ModuleType:
     return module
 
 
+def passed(line: str) -> int:
+    found = re.search(r"(\d+) passed", line)
+    assert found is not None, line
+    return int(found[1])
+
+
 def test_cpp_keeps_the_contract(cpp_library: Path) -> None:
     line = contract("cpp", MEGALITE_TEST_NATIVE=str(cpp_library.parent))
-    assert int(re.search(r"(\d+) passed", line)[1]) >= 60  # type: ignore[index]
+    assert passed(line) >= 60
 
 
 _INSTALLED = """
@@ -249,7 +255,7 @@ def test_cpp_library_needs_no_torch(cpp_library: Path) -> None:
 def test_triton_keeps_the_contract_under_its_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     line = contract("triton", TRITON_INTERPRET="1")
-    assert int(re.search(r"(\d+) passed", line)[1]) >= 65  # type: ignore[index]
+    assert passed(line) >= 65
 
 
 _NOTHING_BUILT = """

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,9 +25,13 @@ from tests.ops_contract import check
 CPU = torch.device("cpu")
 
 
+def _why(device: str, dtype: torch.dtype, reason: str | None) -> str | None:
+    return reason
+
+
 def _op(**reasons: str | None) -> Op:
     """An op with a backend per keyword, each with its reason for not running."""
-    backends = tuple(Backend(name, dict, lambda d, t, why=why: why) for name, why in reasons.items())
+    backends = tuple(Backend(name, lambda op: {}, partial(_why, reason=why)) for name, why in reasons.items())
     return Op("op", (), backends)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -190,10 +191,14 @@ def interrupted(rank: int, cut: bool, compress: str) -> tuple[list[int], torch.T
         for param in params:
             param.add_grad(torch.tensor(float(rank + step)))
         if step == 0:
-            works = bucket.codec._works if bucket.codec is not None else [bucket._reducing]
+            works: list[Any] = bucket.codec._works if bucket.codec is not None else [bucket._reducing]
             for work in works:
-                wait = work.wait
-                work.wait = lambda wait=wait: (sizes.append(bucket.grad.untyped_storage().nbytes()), wait())
+
+                def wait(finish: Callable[[], object] = work.wait) -> None:
+                    sizes.append(bucket.grad.untyped_storage().nbytes())
+                    finish()
+
+                work.wait = wait
     return sizes, bucket.finish_reduce().clone()
 
 

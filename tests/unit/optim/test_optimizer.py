@@ -73,7 +73,7 @@ def one_step(
 
 def train(rank: int, world: int, name: str, dtype: torch.dtype, zero: bool) -> tuple[Any, list[float], Any]:
     ctx = ParallelContext.create(Grid.of(world), CPU)
-    cfg = OptimConfig(optimizer=name, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)  # type: ignore[arg-type]
+    cfg = OptimConfig(optimizer=name, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
     params, optimizer = optimizer_of(ctx, cfg, dtype, zero)
     norms = [one_step(params, optimizer, step, world, rank) for step in range(1, STEPS + 1)]
     states = [(s.name, s.role, s.shape, s.flat.clone(), s.slices, s.is_owner) for s in optimizer.states()]

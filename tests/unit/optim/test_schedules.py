@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from typing import Any, Literal
 
 import pytest
 
@@ -16,8 +17,8 @@ from megalite.extras.compat.dialect import DIALECT
 from megalite.runtime.options.cli import parse
 
 
-def cfg(decay: str, **options: float) -> OptimConfig:
-    return OptimConfig(lr=0.1, init_lr=0.01, min_lr=0.001, warmup_steps=100, lr_decay=decay, **options)  # type: ignore
+def cfg(decay: str, **options: Any) -> OptimConfig:
+    return OptimConfig(lr=0.1, init_lr=0.01, min_lr=0.001, warmup_steps=100, lr_decay=decay, **options)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +61,8 @@ def test_rates_scale_with_the_batch(rule: str, factor: float) -> None:
         ("cosine", [0.0317157288, 0.06, 0.0882842712, 0.1, 0.1]),
     ],
 )
-def test_weight_decay_ramps(ramp: str | None, figures: list[float]) -> None:
-    up = OptimConfig(start_weight_decay=0.02, weight_decay=0.1, weight_decay_ramp=ramp)  # type: ignore[arg-type]
+def test_weight_decay_ramps(ramp: Literal["linear", "cosine"] | None, figures: list[float]) -> None:
+    up = OptimConfig(start_weight_decay=0.02, weight_decay=0.1, weight_decay_ramp=ramp)
     assert [weight_decay(step, up, 4) for step in range(1, 6)] == pytest.approx(figures, abs=1e-9)
     down = dataclasses.replace(up, start_weight_decay=0.1, weight_decay=0.02)
     assert [weight_decay(step, down, 4) for step in range(1, 6)] == pytest.approx([0.12 - x for x in figures], abs=1e-9)
@@ -78,8 +79,10 @@ def test_weight_decay_ramps(ramp: str | None, figures: list[float]) -> None:
         ("deepspeed-linear", "cosine", [0, 0, 0.02, 0.04, 0.06, 0.08, 0.09045180, 0.06545430, 0.03455570, 0.00955820]),
     ],
 )
-def test_rates_of_deepspeed(shape: str, decay: str, rates: list[float]) -> None:
-    options = OptimConfig(lr=0.1, warmup_steps=5, warmup_shape=shape, lr_decay=decay, lr_decay_steps=10)  # type: ignore
+def test_rates_of_deepspeed(
+    shape: Literal["deepspeed-linear", "deepspeed-log"], decay: str, rates: list[float]
+) -> None:
+    options = OptimConfig(lr=0.1, warmup_steps=5, warmup_shape=shape, lr_decay=decay, lr_decay_steps=10)
     if decay == "cosine":
         options = dataclasses.replace(options, min_lr=0.1 * 1e-4)
     assert [learning_rate(step, options, 99) for step in range(1, len(rates) + 1)] == pytest.approx(rates, abs=5e-9)

@@ -46,6 +46,7 @@ class ToyStage(nn.Module):
         y = torch.tanh(x @ self.weight)
         if not self.last:
             return y
+        assert batch.targets_SB is not None
         return y.square().sum(-1) * batch.targets_SB
 
 

@@ -117,7 +117,7 @@ def test_grouped_products(backend: str, sizes: list[int]) -> None:
     grad = torch.full((groups, 8, 16), torch.nan)
     functions["grouped_wgrad"](grad, dy, x, sizes, False)
     expected = torch.stack([dy[r].t() @ x[r] for r in rows])
-    close = {"rtol": 1e-5, "atol": 1e-4}
+    close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-4}
     torch.testing.assert_close(grad, expected, **close)
     functions["grouped_wgrad"](grad, dy, x, sizes, True)
     torch.testing.assert_close(grad, 2 * expected, **close)
@@ -234,7 +234,12 @@ def test_the_shared_expert_runs_before_the_host_waits(kind: str, monkeypatch: py
     def started(*counts: torch.Tensor) -> Any:
         calls.append("start")
         wait = start(*counts)
-        return lambda: calls.append("wait") or wait()
+
+        def waited() -> Any:
+            calls.append("wait")
+            return wait()
+
+        return waited
 
     monkeypatch.setattr(dispatch, "start_host_counts", started)
     layer = MoELayer(replace(layers_of(model(moe_shared_ffn_size=4)), dispatch=kind), 0)

@@ -116,8 +116,8 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
-def z_loss_of(rank: int, world: int, softcap: float | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(loss, gradient of the hidden states) with and without chunks, in a vocabulary with padding."""
+def z_loss_of(rank: int, world: int, softcap: float | None) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(loss, gradients of hidden states and of the weight) with and without chunks, in a vocabulary with padding."""
     tp = ParallelContext.create(Grid.of(world, tp=world), CPU).tp
     rows, hidden, vocab = 12, 8, 128
     g = torch.Generator().manual_seed(3)
@@ -138,6 +138,7 @@ def z_loss_of(rank: int, world: int, softcap: float | None) -> list[tuple[torch.
             logits = layer(mine).flatten(0, 1)
             loss = vocab_parallel_cross_entropy(logits, targets.flatten(), tp, 120, ops, 0.0, 0.3, softcap)
         loss.backward(dloss if chunk else dloss.flatten())
+        assert mine.grad is not None
         out.append((loss.detach().flatten(), mine.grad, param.main_grad))
     return out
 

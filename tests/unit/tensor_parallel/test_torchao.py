@@ -33,7 +33,8 @@ TOKENS = config("rowwise").model.seq_len
 
 def torchao_layer(spec: ParamSpec, recipe: str, seed: int, size: float, **options: Any) -> dict[str, Tensor]:
     """y, dx and dW of `nn.Linear` as torchao converts it."""
-    module = nn.Sequential(nn.Linear(*reversed(spec.shape), bias=False))
+    out, into = spec.shape
+    module = nn.Sequential(nn.Linear(into, out, bias=False))
     module[0].weight = nn.Parameter(Shard(spec).initial(seed))
     settings = replace(float8.Float8LinearConfig.from_recipe_name(recipe), **{"emulate": True, **options})
     float8.convert_to_float8_training(module, config=settings)
@@ -41,7 +42,10 @@ def torchao_layer(spec: ParamSpec, recipe: str, seed: int, size: float, **option
     x = (x * size).requires_grad_()
     y = module(x)
     y.backward(dy * size)
-    return {"y": y.detach()[:, 0], "dx": x.grad[:, 0], "dW": module[0].weight.grad}
+    dx, dw = x.grad, module[0].weight.grad
+    assert dx is not None
+    assert dw is not None
+    return {"y": y.detach()[:, 0], "dx": dx[:, 0], "dW": dw}
 
 
 def largest_difference(

@@ -84,7 +84,7 @@ def test_the_command_line_runs_the_same(tmp_path: Path, monkeypatch: pytest.Monk
 def weighted(weight: float) -> Any:
     """Rows of which token 5 has this weight."""
     at = np.arange(8)
-    return megalite.Rows(at, at, weights=np.where(at == 5, weight, 1.0))  # type: ignore[arg-type]
+    return megalite.Rows(at, at, weights=np.where(at == 5, weight, 1.0))
 
 
 BAD_SAMPLES = [
@@ -119,7 +119,7 @@ class Weighted:
     def sample(self, i: int) -> megalite.Rows:
         ids = (np.arange(9) * (i + 1)) % 31
         weights = np.full(8, self.weight if self.at in (i, -1) else 1.0)
-        return megalite.Rows(ids[:-1], ids[1:], weights=weights)  # type: ignore[arg-type]
+        return megalite.Rows(ids[:-1], ids[1:], weights=weights)
 
 
 @pytest.mark.parametrize(

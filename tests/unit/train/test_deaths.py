@@ -39,7 +39,12 @@ def test_looks_do_not_grow_with_the_square_of_the_ranks(
 ) -> None:
     """In a minute of silence; and nobody looks while a rank makes progress."""
     reads: list[Path] = []
-    monkeypatch.setattr(deaths, "read_json", lambda path, limit: reads.append(path) or read_json(path, limit))
+
+    def counted(path: Path, limit: int) -> object:
+        reads.append(path)
+        return read_json(path, limit)
+
+    monkeypatch.setattr(deaths, "read_json", counted)
     survivor = Deaths(tmp_path, world)
     for _ in range(60):
         survivor.overdue(silent=0.5, passed=1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megalite.core.mesh.grid import Grid
@@ -23,7 +25,8 @@ from megalite.runtime.recover.exchange import Exchange, Sums, judge, replicas_to
     ],
 )
 def test_replicas_that_share_experts_stay_together(world: int, sizes: dict[str, int], together: int) -> None:
-    grid = Grid.of(world, **{**sizes, "etp": str(sizes.get("etp", "tp"))})
+    options: dict[str, Any] = {**sizes, "etp": str(sizes.get("etp", "tp"))}
+    grid = Grid.of(world, **options)
     assert replicas_together(grid) == together
     # Every rank holds the experts of the rank whose samples it computes.
     assert grid.experts is None or grid["dp"] % together == 0

@@ -55,7 +55,7 @@ class Guard:
     def keeps(self, rank: int) -> list[int]:
         return [number for number, _ in self.held.answer()["kept"].get(rank, [])]
 
-    def until(self, condition: Callable[[], object]) -> None:
+    def until(self, condition: Callable[..., object]) -> None:
         deadline = time.monotonic() + 20
         while not condition():
             assert time.monotonic() < deadline

@@ -29,7 +29,7 @@ from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.extras.view.metrics import read_metrics
 from megalite.runtime.record.metrics import MetricsLogger, duration, json_line
-from megalite.runtime.record.trackers import BackgroundTracker
+from megalite.runtime.record.trackers import BackgroundTracker, Tracker
 
 
 def make(run_dir: Path, **options: Any) -> MetricsLogger:
@@ -49,7 +49,7 @@ def lines(run_dir: Path) -> list[str]:
 
 
 @pytest.fixture
-def console(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def console(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """Messages of the project's logger, which does not propagate once it was set up."""
     caplog.set_level(logging.INFO, "megalite")
     logger.addHandler(caplog.handler)
@@ -283,14 +283,16 @@ def test_tensorboard_that_cannot_write_stops_itself_only(tmp_path: Path, console
     assert len(lines(tmp_path)) == 1
 
 
-class _Stuck:
+def _stuck() -> Tracker:
     """A tracker whose first log call never returns, like a client whose server process hangs."""
 
-    def log(self, values: dict[str, float], step: int) -> None:
+    def log(values: dict[str, float], step: int) -> None:
         time.sleep(3600)
 
-    def close(self) -> None:
+    def close() -> None:
         raise AssertionError("is never reached")
+
+    return Tracker(log, close)
 
 
 def test_a_tracker_that_hangs_delays_the_end_by_its_limit_only(
@@ -298,12 +300,12 @@ def test_a_tracker_that_hangs_delays_the_end_by_its_limit_only(
 ) -> None:
     monkeypatch.setattr("megalite.runtime.record.trackers.FINISH_S", 0.05)
     monkeypatch.setattr("megalite.runtime.record.trackers._QUEUE_LENGTH", 3)
-    tracker = BackgroundTracker("stuck", _Stuck)
+    tracker = BackgroundTracker("stuck", _stuck)
     for step in range(10):
         tracker.log({"loss": 1.0}, step)
     assert "stuck stopped (the last 3 lines are still waiting)" in console.text
     tracker.close()
-    tracker = BackgroundTracker("stuck", _Stuck)
+    tracker = BackgroundTracker("stuck", _stuck)
     tracker.log({"loss": 1.0}, 1)
     tracker.close()
     assert "stuck stopped (not finished after 0.05 s)" in console.text
@@ -325,7 +327,7 @@ class _SlowToSpeak(logging.Handler):
 
 
 def test_the_end_of_a_run_waits_for_what_a_failing_tracker_has_to_say(console: pytest.LogCaptureFixture) -> None:
-    def fails() -> _Stuck:
+    def fails() -> Tracker:
         raise OSError("no such server")
 
     slow = _SlowToSpeak()

@@ -133,7 +133,7 @@ class Rank:
     def leave(self, code: int, why: str = "") -> None:
         raise Left(code)
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition: Callable[..., bool]) -> None:
         deadline = time.monotonic() + 10
         while not condition():
             assert time.monotonic() < deadline

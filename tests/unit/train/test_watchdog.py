@@ -235,14 +235,23 @@ def test_a_busy_wait_for_the_gpu_is_no_work(
     waiting = stacks_of_a_script("wait()\n").replace(
         '"<string>", line 4', '"/a/megalite/core/mesh/collectives.py", line 50'
     )
-    monkeypatch.setattr(dog, "dump", lambda: dumps.append(1) or waiting)
-    seen = []
+    seen: list[float] = []
+    polls = dog.polls
+
+    def dump() -> str:
+        dumps.append(1)
+        return waiting
+
+    def noted(without: float) -> object:
+        seen.append(without)
+        return polls(without)
 
     def decide(beat: Beat, silent: float) -> None:
         raise StopIteration
 
+    monkeypatch.setattr(dog, "dump", dump)
     monkeypatch.setattr(dog, "decide", decide)
-    monkeypatch.setattr(dog, "polls", lambda without, polls=dog.polls: seen.append(without) or polls(without))
+    monkeypatch.setattr(dog, "polls", noted)
     with pytest.raises(StopIteration):
         dog.run()
     assert seen[-1] == pytest.approx(judged_after * dog.timeout, abs=2 * 2 * dog.tick)
@@ -269,7 +278,12 @@ def test_reports_are_read_once_all_are_there(
     dog.world = 30
     reads: list[Path] = []
     ended: list[dict[int, HangReport]] = []
-    monkeypatch.setattr(watchdog, "read_json", lambda path, limit: reads.append(path) or read_json(path, limit))
+
+    def counted(path: Path, limit: int) -> object:
+        reads.append(path)
+        return read_json(path, limit)
+
+    monkeypatch.setattr(watchdog, "read_json", counted)
     monkeypatch.setattr(dog, "end", ended.append)
     beat = Beat.read(dog.memory)
     for rank in range(1, dog.world):
@@ -393,6 +407,6 @@ def test_the_watchdog_starts_without_torch_and_ends_with_close(tmp_path: Path) -
     assert watchdog not in children(os.getpid())
     heart.close()
     assert threading.current_thread() is threading.main_thread()
-    assert not faulthandler.unregister(12)
+    assert not faulthandler.unregister(12)  # type: ignore[func-returns-value]  # a bool, whatever typeshed says
     # Nothing hung: nothing was written.
     assert list(tmp_path.iterdir()) == []

@@ -172,7 +172,7 @@ class _Claim:
 
 def test_tensors_stay_inside_their_storage(tmp_path: Path) -> None:
     """Sizes and strides that reach beyond it, keys that do not exist, negative ones; a view inside it is read."""
-    rebuild = torch._utils._rebuild_tensor_v2  # type: ignore[attr-defined]
+    rebuild = torch._utils._rebuild_tensor_v2
 
     def load(key: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
         with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:

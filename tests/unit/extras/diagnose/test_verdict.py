@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +28,8 @@ def cluster(world: int, per_host: int, tp: int = 8) -> list[RankReport]:
     return reports
 
 
-def change(reports: list[RankReport], rank: int, **fields: object) -> None:
-    reports[rank] = dataclasses.replace(reports[rank], **fields)  # type: ignore[arg-type]
+def change(reports: list[RankReport], rank: int, **fields: Any) -> None:
+    reports[rank] = dataclasses.replace(reports[rank], **fields)
 
 
 def found(reports: list[RankReport]) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
@@ -169,10 +170,11 @@ def test_adapters_of_a_host(tmp_path: Path) -> None:
         port.mkdir(parents=True)
         (port / "state").write_text(state + "\n")
         (port / "rate").write_text(rate + "\n")
-    assert network_speed(tmp_path) == 75e9
-    assert len(adapters(tmp_path)) == 3
-    assert adapters(tmp_path)[2] == "mlx5_2 port 1: 1: DOWN, 10 Gb/sec (4X SDR)"
-    assert network_speed(tmp_path / "none") is None
+    root = str(tmp_path)
+    assert network_speed(root) == 75e9
+    assert len(adapters(root)) == 3
+    assert adapters(root)[2] == "mlx5_2 port 1: 1: DOWN, 10 Gb/sec (4X SDR)"
+    assert network_speed(f"{root}/none") is None
 
 
 def test_a_problem_reads_as_data() -> None:

@@ -31,7 +31,8 @@ def answers(asked: Sequence[str], without: Sequence[str] = ()) -> list[Any]:
 
 
 def main() -> None:
-    sys.modules.update(dict.fromkeys(sys.argv[1:]))
+    absent: dict[str, Any] = dict.fromkeys(sys.argv[1:])
+    sys.modules.update(absent)
     for line in sys.stdin:
         printed = io.StringIO()
         try:

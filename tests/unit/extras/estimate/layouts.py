@@ -69,7 +69,7 @@ SHARED_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str,
     "64-cp64-a2a+ring": (64, 1, {"cp": 64, "cp_comm": "a2a+ring"}, {"recompute": "selective"}, {"seq_len": 128}),
     "64-cp32-a2a+gather": (64, 2, {"pp": 2, "cp": 32, "cp_comm": "a2a+gather"}, {}, {"seq_len": 64}),
 }
-EXPERTS = {"num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24, "moe_aux_loss_coeff": 0.01}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24, "moe_aux_loss_coeff": 0.01}
 SPARSE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "ep2-zb-v": (8, 4, {**CUT, "ep": 2, "vp": 2, "schedule": "zb-v"}, {}, EXPERTS),
     "mtp-zero3": (8, 4, {**CUT, **WHOLE_3}, {}, {"mtp_num_layers": 2}),

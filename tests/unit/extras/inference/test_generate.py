@@ -76,7 +76,8 @@ def test_only_what_the_tokenizer_knows_is_written(both: tuple[Any, Path]) -> Non
     """A vocabulary may be larger than the tokenizer, and a model that saw little may like the rest of it."""
     model = load_model(both[1], CPU)
     free = generate(model, [1], 20, temperature=5.0, top_k=0)
-    small = dataclasses.replace(model, tokenizer=SimpleNamespace(vocab_size=30))
+    tokenizer: Any = SimpleNamespace(vocab_size=30)
+    small = dataclasses.replace(model, tokenizer=tokenizer)
     assert max(free) >= 30
     assert max(generate(small, [1], 20, temperature=5.0, top_k=0)) < 30
 

@@ -82,7 +82,9 @@ def test_the_probe_answers(ask: dict) -> None:
     assert facts["disk"] > 0
     assert facts["code"] == probe.digest([str(p) for p in PACKAGE.rglob("*.py")], str(PACKAGE))
     assert -most <= answer.clock_s <= 0
-    assert probe_host(LOCAL, {**ask, "package": "/no"}).facts["code"] is None  # type: ignore[index]
+    elsewhere = probe_host(LOCAL, {**ask, "package": "/no"}).facts
+    assert elsewhere is not None
+    assert elsewhere["code"] is None
 
 
 def test_the_probe_runs_where_nothing_is_installed(ask: dict) -> None:
@@ -153,7 +155,7 @@ HOSTS = [Host(f"n{i}", tuple(range(8))) for i in (1, 2, 3)]
 
 def answers(changed: dict | None = None, clock_s: float = 0.0, which: int = 1) -> list[Answer]:
     made = [Answer(copy.deepcopy(FACTS)) for _ in HOSTS]
-    made[which] = Answer({**made[which].facts, **(changed or {})}, clock_s)  # type: ignore[dict-item]
+    made[which] = Answer({**copy.deepcopy(FACTS), **(changed or {})}, clock_s)
     return made
 
 

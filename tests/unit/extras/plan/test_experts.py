@@ -12,6 +12,7 @@ from megalite.core.build import build_engine
 from megalite.core.mesh.grid import Grid
 from megalite.core.parts.codecs.powersgd import PowerSGD, is_worth
 from megalite.core.pipeline.schedule import Placement
+from megalite.core.sharding.parameter import ShardedParameter
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import _gpu_workspace, memory_per_rank
 from megalite.extras.plan.memory.units import shapes_of
@@ -71,6 +72,7 @@ def test_choices_are_kept_until_they_are_repeated(recompute: str) -> None:
     stage.first = stage.last = False
     jobs.init_parameters(stage, 1)
     for param in stage.parameters():
+        assert isinstance(param, ShardedParameter)
         param.main_grad = torch.zeros(param.shape)
     x = torch.randn(32, 1, 64, requires_grad=True)
     y = stage(x, MicroBatch.of_samples(torch.zeros(32, 1, dtype=torch.long), None), TRAINING)

@@ -92,7 +92,7 @@ def test_work_by_hand() -> None:
 )
 def test_a_rank_holds_what_is_planned(world: int, layout: dict[str, Any], precision: str) -> None:
     """Latents' projections are whole on every rank of tp; a bias is no parameter."""
-    options = {**LOW_RANK, **EXPERTS, "num_layers": 4, "moe_dense_layers": (0,)}
+    options: dict[str, Any] = {**LOW_RANK, **EXPERTS, "num_layers": 4, "moe_dense_layers": (0,)}
     options |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     cfg = config("llama", options, {**layout, "bucket_size": 50_000}, precision=precision)
     grid = Grid.from_config(cfg.parallel, world)

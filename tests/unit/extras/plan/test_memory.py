@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,8 @@ def test_offloaded_activations_are_counted_on_the_host(schedule: str) -> None:
 
 def test_pinned_memory_comes_in_powers_of_two() -> None:
     # A rank's share of each block is 12,288 weights; 4,864 of the embedding and of the output layer.
-    shape, train = {"zero": 3, "zero_whole_below": 1000}, {"precision": "bf16", "recompute": "full"}
+    shape = {"zero": 3, "zero_whole_below": 1000}
+    train: dict[str, Any] = {"precision": "bf16", "recompute": "full"}
     hosts = {}
     for device in ("cpu", "cuda"):
         for offload in ("optimizer", "optimizer+params", "activations"):

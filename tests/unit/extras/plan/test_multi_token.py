@@ -94,7 +94,8 @@ def test_backward_of_a_module_that_is_unlike_its_stage() -> None:
     """The last stage has dense delta nets, and a module with experts, which takes more to recompute."""
     experts: dict[str, Any] = {"num_experts": 8, "moe_topk": 4, "moe_ffn_size": 512, "moe_dense_layers": (4, 5)}
     experts |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    parallel, train = {"pp": 2, "pipeline_layout": "4,2"}, {"recompute": "full", "global_batch_size": 4}
+    parallel = {"pp": 2, "pipeline_layout": "4,2"}
+    train: dict[str, Any] = {"recompute": "full", "global_batch_size": 4}
     plain, one = (config("llama", {**HYBRID, **experts, "mtp_num_layers": n}, parallel, **train) for n in (0, 1))
     more = recomputed_bytes(one, *planned_block(one, 6)) - recomputed_bytes(one, *planned_block(one, 5))
     assert more > 0

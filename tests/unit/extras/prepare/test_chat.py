@@ -80,7 +80,8 @@ def read(folder: Path | str, out: Path, document: int = 0) -> tuple[str, str, st
     mask = np.fromfile(f"{out}.mask.bin", np.uint8)
     assert len(mask) == data.num_tokens
     ids, mask = data.document(document), mask[data.starts[document] : data.starts[document + 1]]
-    return tuple(tokenizer.decode(part.tolist()) for part in (ids, ids[mask > 0], ids[mask == 2])) + (len(ids),)  # type: ignore[return-value]
+    text, learned, last = (tokenizer.decode(part.tolist()) for part in (ids, ids[mask > 0], ids[mask == 2]))
+    return text, learned, last, len(ids)
 
 
 def test_the_answers_of_a_conversation_are_learned_with_their_ends(folder: Path, tmp_path: Path) -> None:
@@ -222,7 +223,7 @@ def test_every_form_of_record_gives_the_same_tokens(folder: Path, tmp_path: Path
 
 def test_plain_text_among_conversations_is_learned_whole(folder: Path, tmp_path: Path) -> None:
     """As text without a template, in which a control word is a word, and with an end."""
-    records = [{"messages": chat(*TURNS)}, {"text": "so <|im_start|>it goes", "meta": 1}]
+    records: list[dict[str, Any]] = [{"messages": chat(*TURNS)}, {"text": "so <|im_start|>it goes", "meta": 1}]
     stats = convert(folder, records, tmp_path / "a", MARKED)
     assert (stats.documents, stats.texts) == (2, 1)
     text, learned, last, tokens = read(folder, tmp_path / "a", 1)

@@ -28,6 +28,10 @@ def write_run(folder: Path, losses: list[float | None], extra: tuple[str, ...] =
     return folder
 
 
+def heights(line: Any) -> list[float]:
+    return list(line.get_ydata())
+
+
 def curves(figure: Any, panel: int) -> dict[str, tuple[list[float], list[float]]]:
     """Points of a panel's lines by label."""
     lines = figure.axes[panel].get_lines()
@@ -50,8 +54,10 @@ def test_losses_and_evaluations_of_several_runs(tmp_path: Path) -> None:
         "learning rate",
         "gradient norm before clipping",
     ]
-    assert [line.get_ydata()[0] for line in figure.axes[1].get_lines()] == [0.5, 0.5]
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["a", "a, evaluation", "b"]
+    assert [heights(line)[0] for line in figure.axes[1].get_lines()] == [0.5, 0.5]
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "a, evaluation", "b"]
 
 
 def test_a_step_run_again_counts_with_its_last_line(tmp_path: Path) -> None:
@@ -75,9 +81,9 @@ def test_long_runs_get_a_median_that_does_not_lag(tmp_path: Path) -> None:
     losses[100], losses[200] = 1000.0, None  # a spike, and a loss that was not finite
     figure = draw(load_runs([write_run(tmp_path / "a", losses)], "step"), "step")
     pale, median = figure.axes[0].get_lines()
-    assert math.isnan(pale.get_ydata()[200])
-    assert pale.get_ydata()[100] == 1000.0
-    assert list(median.get_ydata()) == pytest.approx([10 - step / 100 for step in range(400)], abs=0.011)
+    assert math.isnan(heights(pale)[200])
+    assert heights(pale)[100] == 1000.0
+    assert heights(median) == pytest.approx([10 - step / 100 for step in range(400)], abs=0.011)
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -99,7 +105,7 @@ def test_the_tool_writes_a_picture_and_leaves_out_a_broken_line(tmp_path: Path) 
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, TOOL, tmp_path / "none", "--out", tmp_path / "f.png"]
+    command: list[str | Path] = [sys.executable, TOOL, tmp_path / "none", "--out", tmp_path / "f.png"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: run directory {tmp_path}/none: metrics.jsonl in it cannot be read")
