@@ -76,5 +76,5 @@ def test_it_is_an_option_and_in_the_plan() -> None:
         full, own = (memory_per_rank(cfgs[mode], Grid.of(1))[0].activations for mode in ("full", "falling"))
         assert own - full == kept - 3 * block_activations(cfgs["full"], *planned_block(cfgs["full"], 0))
         cluster = Cluster.parse("h100:1")
-        none, own, full = (pass_times(cfg, cluster, "1f1b")[0].blocks.recompute for cfg in cfgs.values())
-        assert 0 == none < full / 3 < own < full
+        times = [pass_times(cfg, cluster, "1f1b")[0].blocks.recompute for cfg in cfgs.values()]
+        assert 0 == times[0] < times[2] / 3 < times[1] < times[2]
