@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import show_help_if_asked
 from megalite.runtime.options import cli
-from megalite.runtime.recover.member import become_guard, become_guard_if_asked, guard
+from megalite.runtime.recover.member import NOBODY, Companion, GuardedRank, become_guard, find_companion
 
 if __name__ == "__main__":
     show_help_if_asked(sys.argv[1:], dialect=DIALECT)  # before torch is imported, which takes a second
-    become_guard_if_asked(sys.argv[1:])
+    companion = find_companion()
 
 from megalite.api import start
 from megalite.core.base.log import env_rank
@@ -35,15 +35,18 @@ from megalite.runtime.start.inputs import with_vocab_size
 
 
 def main(
-    train_data: Samples | None = None, valid_data: Samples | None = None, callbacks: Sequence[StepCallback] = ()
+    train_data: Samples | None = None,
+    valid_data: Samples | None = None,
+    callbacks: Sequence[StepCallback] = (),
+    companion: Companion = NOBODY,
 ) -> None:
     """Train as the command line says; your own script can pass data and callbacks (see docs/extending.md)."""
     show_help_if_asked(sys.argv[1:], dialect=DIALECT)
     parsed = cli.parse(read_model=hf_model_config, world=world_size(otherwise=0) or None, dialect=DIALECT)
     if parsed.config.run.recover != "none" and not (parsed.print_config or parsed.dry_run):
-        if (rank_guard := guard()) is None:
+        if not isinstance(companion, GuardedRank):
             become_guard(parsed.config.run.spare_ranks)
-        rank_guard.wait_for_turn(find_hub, rehearse)
+        companion.wait_for_turn(find_hub, rehearse)
     cfg = settle_layout(parsed)
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.
@@ -51,10 +54,10 @@ def main(
         if env_rank() == 0:
             show(cli.to_yaml(cfg) if parsed.print_config else dry_run_report(with_vocab_size(cfg), grid))
         return
-    with start(cfg, train_data, valid_data) as run:
+    with start(cfg, train_data, valid_data, companion) as run:
         fit(run, [Forecast(run), *callbacks])
 
 
 if __name__ == "__main__":
-    with leaving_together():
-        main()
+    with leaving_together(companion):
+        main(companion=companion)

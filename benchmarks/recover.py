@@ -97,8 +97,9 @@ def be_rank(words: list[str]) -> None:
         if run.step == run.engine.cfg.train.train_steps:
             (Path(words[0]) / f"times_{run.engine.ctx.rank}.json").write_text(json.dumps(times))
 
-    with pretrain_gpt.leaving_together():
-        pretrain_gpt.main(callbacks=[note])
+    companion = pretrain_gpt.find_companion()
+    with pretrain_gpt.leaving_together(companion):
+        pretrain_gpt.main(callbacks=[note], companion=companion)
 
 
 def cost(steps: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from megalite.runtime.data import Samples
 from megalite.runtime.loop.run import Run
 from megalite.runtime.options import cli
 from megalite.runtime.options.run import Config
-from megalite.runtime.recover.restore import device_of
+from megalite.runtime.recover.member import NOBODY, Companion
 from megalite.runtime.start.start import open_run
 
 
@@ -55,7 +55,12 @@ def configure(**options: Any) -> Config:
     return settle_layout(parsed)
 
 
-def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | None = None) -> Run:
+def start(
+    cfg: Config,
+    train_data: Samples | None = None,
+    valid_data: Samples | None = None,
+    companion: Companion = NOBODY,
+) -> Run:
     """Open a run on this process, or on all of them under torchrun, and resume it if it has a checkpoint.
 
     Use it in a `with` statement, or call `close` at the end, which stops the watchdog, the checkpoint writer and the
@@ -65,6 +70,7 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
         cfg: options from `configure`.
         train_data: your own samples, instead of `--data`.
         valid_data: your own samples for evaluation, with `train_data`.
+        companion: of a process that pretrain_gpt.py has started.
 
     Raises:
         UserError: the run cannot be started with these options; raised on every rank.
@@ -75,12 +81,14 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
             exit_stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
             only_deterministic_kernels()
         grid = Grid.from_config(cfg.parallel, world_size())
-        device = pick_device(device_of(cfg), cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload)
+        # Where hosts are lost, two ranks would share a GPU for the last save.
+        name = "cpu" if companion.saves_on_cpu else cfg.parallel.device
+        device = pick_device(name, cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload)
         timeout = group_timeout(cfg.run.watchdog_timeout)
         init_process_group(device, timeout)
         rank = dist.get_rank() if grid.world > 1 else env_rank()
         memory = exit_stack.enter_context(diagnosing_memory(cfg, grid, device, rank))
-        run = open_run(cfg, ParallelContext.create(grid, device, timeout=timeout), train_data, valid_data)
+        run = open_run(cfg, ParallelContext.create(grid, device, timeout=timeout), train_data, valid_data, companion)
         memory.cfg, run.profiler.describe = run.engine.cfg, phase_table
         run.exit_stack = exit_stack.pop_all()
         return run

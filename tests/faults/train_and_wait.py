@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
-from megalite.runtime.recover.member import become_guard_if_asked
+from megalite.runtime.recover.member import find_companion
 
 if __name__ == "__main__":
-    become_guard_if_asked(sys.argv[1:])
+    companion = find_companion()
 
 import pretrain_gpt
 from megalite.runtime.loop.run import Run
@@ -24,5 +23,5 @@ def wait(run: Run, _: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    with pretrain_gpt.leaving_together():
-        pretrain_gpt.main(callbacks=[wait])
+    with pretrain_gpt.leaving_together(companion):
+        pretrain_gpt.main(callbacks=[wait], companion=companion)

@@ -23,7 +23,6 @@ from megalite.runtime.record.step_record import log_batch_size, step_record
 from megalite.runtime.recover.hub import UNFINISHED
 from megalite.runtime.recover.local_gradients import LocalGradients
 from megalite.runtime.recover.replay import is_bad, replay
-from megalite.runtime.recover.restore import began
 from megalite.runtime.start.exit import DivergenceError, leave_unfinished, raise_together
 from megalite.runtime.start.signals import stop_on_signals
 from megalite.runtime.watch.expert_watch import ExpertWatch
@@ -105,7 +104,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
         log_plan(run)
     engine = run.engine
     watches = StragglerReport(engine.ctx), Fp8Amax(engine), ExpertWatch(engine.cfg.model)
-    progress = Progress(*watches, run.step, saved_at, stop=run.only_saves, started=began())
+    progress = Progress(*watches, run.step, saved_at, stop=run.only_saves, started=run.companion.began)
     progress.gradients = LocalGradients(engine) if run.copies else None
     with closing(PeriodicCollector()) as garbage:
         catch_up(run, progress)

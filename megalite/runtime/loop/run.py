@@ -23,7 +23,7 @@ from megalite.runtime.record.metrics import MetricsLogger
 from megalite.runtime.record.profile import StepProfiler
 from megalite.runtime.record.schedule_recorder import Recorder
 from megalite.runtime.recover.copies import Copies
-from megalite.runtime.recover.member import guard
+from megalite.runtime.recover.member import NOBODY, Companion
 from megalite.runtime.watch.heartbeat import Heartbeat
 from megalite.runtime.watch.watchdog import CHILDREN, OWN
 
@@ -61,6 +61,7 @@ class Run:
         stop_asked: this process got SIGTERM or SIGINT (`signals`); set it to stop after the next step.
         exit_stack: callbacks for the end of the run, called after its own parts are closed.
         closed: whether the run is closed.
+        companion: guard of this process, or nobody.
         copies: the copies of this rank's state that its guard keeps; None without `--recover`.
         recovered: another process has trained to `step`, and what is due after that step may not be done.
         continues: checkpoint whose history the run continues, from before its first process, and its step.
@@ -68,7 +69,6 @@ class Run:
         weights: name of the last checkpoint of weights alone, and the samples consumed by then; None before the first.
         weights_lost: it was cut short with an earlier process.
         written: samples consumed at each checkpoint that earlier processes of this run have written, by its name.
-        only_saves: recoveries are used up: nothing is left to do but a save.
     """
 
     engine: Engine[Config]
@@ -90,6 +90,7 @@ class Run:
     stop_asked: bool = field(default=False, init=False)
     exit_stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
     closed: bool = field(default=False, init=False)
+    companion: Companion = NOBODY
     copies: Copies | None = None
     recovered: bool = False
     continues: tuple[int, Path] | None = None
@@ -97,12 +98,16 @@ class Run:
     weights: tuple[str, int] | None = None
     weights_lost: bool = False
     written: dict[str, int] = field(default_factory=dict)
-    only_saves: bool = False
 
     @property
     def consumed_samples(self) -> int:
         """Samples of all ranks up to the end of the last step."""
         return self.engine.cfg.train.batches.samples(self.step) + self.sample_offset
+
+    @property
+    def only_saves(self) -> bool:
+        """Whether recoveries are used up: nothing is left to do but a save."""
+        return bool(self.companion.gave_up)
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
@@ -122,13 +127,13 @@ class Run:
             return
         self.closed = True
         # Called from the last to the first, all of them even if one fails.
-        exit_stack, rank_guard = contextlib.ExitStack(), guard() if kind is None else None
-        if rank_guard:
-            exit_stack.callback(rank_guard.leaving, False)
+        exit_stack = contextlib.ExitStack()
+        if kind is None:
+            exit_stack.callback(self.companion.leaving, False)
         exit_stack.push(self.exit_stack.pop_all())
         exit_stack.callback(self.heartbeat.close)
-        if rank_guard:
-            exit_stack.callback(rank_guard.leaving)
+        if kind is None:
+            exit_stack.callback(self.companion.leaving)
         for part in (self.checkpointer, self.metrics, self.loader, self.profiler, self.gpu):
             exit_stack.callback(part.close)
         exit_stack.callback(self.heartbeat.beat, "closing", self.step, OWN)

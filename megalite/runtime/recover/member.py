@@ -1,4 +1,4 @@
-"""A rank's connection to its guard (`--recover process`), and how a command becomes its guard."""
+"""The companion of a process: its connection to its guard, or nobody; and how a command becomes a guard."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.core.base.errors import UserError
+from megalite.core.base.errors import require
 from megalite.core.base.log import env_int, take_rank
 from megalite.runtime.base.child import readable, signal_when_parent_dies
 from megalite.runtime.recover.messages import Packets
@@ -28,10 +27,12 @@ def become_guard(spares: int = 0) -> NoReturn:
         spares: how many of the launcher's ranks, the last ones, wait in reserve.
 
     Raises:
-        UserError: the system lacks what a guard needs.
+        UserError: the system lacks what a guard needs, or this process has one.
     """
-    if not _possible():
-        raise UserError("--recover", "requires Linux 5.3 or newer", "use --recover none")
+    require(_possible(), "--recover", "requires Linux 5.3 or newer", "use --recover none")
+    # Otherwise each process would become one more guard.
+    rule, remedy = "needs the companion of this process", "call main(companion=companion) after find_companion()"
+    require(_guard_descriptor() < 0, "--recover", rule, remedy)
     root, command = str(Path(__file__).resolve().parents[3]), [sys.executable, *sys.orig_argv[1:]]
     code = f"import sys, json; sys.path.insert(0, {root!r}); from megalite.runtime.recover import main as guard"
     code += "; guard.main(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))"
@@ -46,15 +47,23 @@ def _possible() -> bool:
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
-def become_guard_if_asked(argv: Sequence[str]) -> None:
-    """As `become_guard`, if the command line says so: before torch is imported, which takes a second.
+def find_companion() -> Companion:
+    """Connect to this process's guard, if it has one; a process calls it once, at its start.
 
-    Where that is impossible, the program finds out later, where errors have their message.
+    A process that is to have a guard, as its command line says, becomes that: before torch is imported, which takes a
+    second. Where that is impossible, the program finds out later, where errors have their message.
     """
+    descriptor, argv = _guard_descriptor(), sys.argv[1:]
+    if descriptor >= 0:
+        return GuardedRank(descriptor)
     asked = _value_of("--recover", argv) in ("process", "host")
-    prints = {"--dry-run", "--print-config"} & set(argv)
-    if asked and not prints and guard() is None and _possible():
+    if asked and not {"--dry-run", "--print-config"} & set(argv) and _possible():
         become_guard(spare_ranks(argv))
+    return NOBODY
+
+
+def _guard_descriptor() -> int:
+    return env_int("MEGALITE_GUARD", -1)
 
 
 def spare_ranks(argv: Sequence[str]) -> int:
@@ -78,8 +87,8 @@ def _value_of(flag: str, argv: Sequence[str]) -> str:
     return value
 
 
-class GuardedRank:
-    """What a process and its guard tell each other.
+class Companion:
+    """Guard of a process, as the run sees it; of this class itself it is nobody, and all answers are neutral.
 
     Attributes:
         turn: what the guard said when this process became the rank: "turn" (number of the round), "copies", and from
@@ -87,24 +96,72 @@ class GuardedRank:
             all were "gone" (seconds of `time.monotonic` on rank 0's host); "gave_up" says why only a save is left to
             do, "cpu" whether it is done there; when the run "began" on this host, and its "run_id"; "spares", the
             number of ranks in reserve.
-        slots: descriptors of the memory that holds the copies.
         met: when all processes had met, as `time.monotonic`.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)
-        self._packets = Packets(descriptor)
+    def __init__(self) -> None:
         self.turn: dict[str, Any] = {}
-        self.slots: list[int] = []
         self.met = 0.0
-        self._kept, self._end = -1, False
-        # A guard is killed with all that it guards.
-        signal_when_parent_dies(signal.SIGKILL)
 
     @property
     def round(self) -> int:
         """Number of recoveries before this process."""
         return int(self.turn.get("turn", 0))
+
+    @property
+    def run_id(self) -> str:
+        """ID of the run that this process continues; "" for a new one, and where this rank has no copies of it."""
+        return str(self.turn.get("run_id", ""))
+
+    @property
+    def gave_up(self) -> str:
+        """Why recoveries are used up, so that nothing is left to do but a save; "" where they are not."""
+        return str(self.turn.get("gave_up", ""))
+
+    @property
+    def saves_on_cpu(self) -> bool:
+        """Whether that save is made on the CPU."""
+        return bool(self.turn.get("cpu"))
+
+    @property
+    def began(self) -> float:
+        """When the first process of this rank began to train, as `time.monotonic`; now, if this is the first."""
+        return float(self.turn.get("began", 0.0)) or time.monotonic()
+
+    def ready(self) -> None:
+        """Say that SIGTERM is a request to save and stop from here on."""
+
+    def leaving(self, done: bool = True) -> None:
+        """Say that all is done and nobody watches this process any more: if it does not end by itself, kill it.
+
+        Not `done`: what this process does next is the user's, and takes as long as it does.
+        """
+
+    def lost_a_peer(self) -> None:
+        """Say that a connection to another rank is lost; wait to be killed, or return if the run is to end."""
+
+    def may_be_killed(self) -> None:
+        """Wait until a death that has just happened would have ended this process too."""
+
+
+NOBODY = Companion()
+
+
+class GuardedRank(Companion):
+    """A guard, as its process talks to it.
+
+    Attributes:
+        slots: descriptors of the memory that holds the copies.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        os.set_inheritable(descriptor, False)
+        self._packets = Packets(descriptor)
+        self.slots: list[int] = []
+        self._kept, self._end = -1, False
+        # A guard is killed with all that it guards.
+        signal_when_parent_dies(signal.SIGKILL)
 
     def wait_for_turn(self, find_hub: Callable[[bool], str], rehearse: Callable[[], None]) -> None:
         """Return when this process is to be the rank.
@@ -149,14 +206,9 @@ class GuardedRank:
         self._packets.send({"meet": rank, "host": host, "port": int(port), "token": token, "elsewhere": elsewhere})
 
     def ready(self) -> None:
-        """Say that SIGTERM is a request to save and stop from here on."""
         self._packets.send({"ready": True})
 
     def leaving(self, done: bool = True) -> None:
-        """Say that all is done and nobody watches this process any more: if it does not end by itself, kill it.
-
-        Not `done`: what this process does next is the user's, and takes as long as it does.
-        """
         self._packets.send({"leaving": time.monotonic() if done else 0.0})
 
     def keep(self, slots: list[int]) -> None:
@@ -182,13 +234,11 @@ class GuardedRank:
         self._packets.send({"loaded": number})
 
     def lost_a_peer(self) -> None:
-        """Say that a connection to another rank is lost; wait to be killed, or return if the run is to end."""
         self._packets.send({"lost": True})
         if not self._end:
             self._receive("end")
 
     def may_be_killed(self) -> None:
-        """Wait until a death that has just happened would have ended this process too."""
         until = time.monotonic() + _DOUBT_S
         while not self._end and readable(self._packets.socket.fileno(), max(0.0, until - time.monotonic())):
             self._receive("kept", "end")
@@ -204,10 +254,3 @@ class GuardedRank:
             self._kept, self._end = message.get("kept", self._kept), self._end or "end" in message
             if any(key in message for key in wanted):
                 return packet
-
-
-@cache
-def guard() -> GuardedRank | None:
-    """Return this process's connection to its guard; None without one."""
-    descriptor = env_int("MEGALITE_GUARD", -1)
-    return None if descriptor < 0 else GuardedRank(descriptor)

@@ -25,7 +25,7 @@ from megalite.runtime.loop.run import Run
 from megalite.runtime.options.run import Config
 from megalite.runtime.recover.copies import Copies
 from megalite.runtime.recover.hub import LOOPBACK
-from megalite.runtime.recover.member import guard
+from megalite.runtime.recover.member import Companion, GuardedRank
 from megalite.runtime.recover.messages import network
 from megalite.runtime.start.resume import Source
 
@@ -33,7 +33,7 @@ from megalite.runtime.start.resume import Source
 _HUB = "megalite/hub"
 
 
-def meet_guards(cfg: Config, ctx: ParallelContext) -> None:
+def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None:
     """Connect the guards of all ranks, in the first round; every rank calls it.
 
     Raises:
@@ -41,27 +41,26 @@ def meet_guards(cfg: Config, ctx: ParallelContext) -> None:
     """
     if cfg.run.recover == "none":
         return
-    rank_guard = guard()
     require(
-        rank_guard is not None,
+        isinstance(companion, GuardedRank),
         f"--recover {cfg.run.recover}",
         "needs ranks that can be started again",
         "start them as pretrain_gpt.py, with torchrun or megalite train, or use --recover none",
     )
-    assert rank_guard is not None
+    assert isinstance(companion, GuardedRank)
     spares, rule = cfg.run.spare_ranks, "must be known before the ranks start"
-    require(rank_guard.turn["spares"] == spares, f"--spare-ranks {spares}", rule, "give it on the command line")
-    if rank_guard.round == 0:
+    require(companion.turn["spares"] == spares, f"--spare-ranks {spares}", rule, "give it on the command line")
+    if companion.round == 0:
         alone = len(set(gather_texts(network(), ctx.world, ctx.device))) == 1
         elsewhere, offer = cfg.run.recover == "host", ""
         require(not (alone and elsewhere), "--recover host", "needs ranks on several hosts", "use --recover process")
         if ctx.rank == 0:
-            offer = rank_guard.host(ctx.world.size, cfg.run.max_recoveries, alone, elsewhere)
+            offer = companion.host(ctx.world.size, cfg.run.max_recoveries, alone, elsewhere)
             if cfg.run.spare_ranks:
                 join_store()[0].set(_HUB, offer)
         offer = gather_texts(offer, ctx.world, ctx.device)[0]
-        rank_guard.meet(ctx.rank, f"{LOOPBACK if alone else store_host()} {offer}", elsewhere)
-    rank_guard.met = time.monotonic()
+        companion.meet(ctx.rank, f"{LOOPBACK if alone else store_host()} {offer}", elsewhere)
+    companion.met = time.monotonic()
 
 
 def find_hub(waits: bool) -> str:
@@ -90,61 +89,27 @@ def find_hub(waits: bool) -> str:
     return ""
 
 
-def guard_round() -> int:
-    """Number of recoveries before this process; 0 without a guard."""
-    rank_guard = guard()
-    return 0 if rank_guard is None else rank_guard.round
-
-
-def run_of(ctx: ParallelContext) -> str:
-    """Return the ID of the run that this process continues, "" for a new one; every rank calls it."""
-    rank_guard = guard()
-    return gather_texts(rank_guard.turn.get("run_id", "") if rank_guard else "", ctx.world, ctx.device)[0]
-
-
-def gave_up() -> bool:
-    """Whether recoveries are used up, and nothing is left to do but a save."""
-    rank_guard = guard()
-    return rank_guard is not None and bool(rank_guard.turn.get("gave_up"))
-
-
-def _saves_on_cpu() -> bool:
-    rank_guard = guard()
-    return rank_guard is not None and bool(rank_guard.turn.get("cpu"))
-
-
-def device_of(cfg: Config) -> str:
-    """Name this process's device, as `--device`: the CPU where two ranks would share a GPU for a last save."""
-    return "cpu" if _saves_on_cpu() else cfg.parallel.device
-
-
-def build(cfg: Config, ctx: ParallelContext) -> Engine[Config]:
+def build(cfg: Config, ctx: ParallelContext, companion: Companion) -> Engine[Config]:
     """As `build_engine`; on a CPU that computes nothing, without the kernels that only a GPU has."""
-    if not _saves_on_cpu():
+    if not companion.saves_on_cpu:
         return build_engine(cfg, ctx)
     train = replace(cfg.train, ops="auto", attention="auto", compile=False, fp8_emulate=cfg.train.fp8 != "off")
     return replace(build_engine(replace(cfg, train=train), ctx), cfg=cfg)
 
 
-def began() -> float:
-    """When the first process of this rank began to train, as `time.monotonic`; now, if this is the first."""
-    rank_guard = guard()
-    return float(rank_guard.turn.get("began", 0.0) if rank_guard else 0.0) or time.monotonic()
-
-
-def open_copies(engine: Engine[Config]) -> Copies | None:
+def open_copies(engine: Engine[Config], companion: Companion) -> Copies | None:
     """Return the copies of this rank, with the newest loaded into the engine if there is one; None without a guard."""
     if engine.cfg.run.recover == "none":
         return None
-    rank_guard, optimizer = guard(), engine.optimizer
-    assert rank_guard is not None
-    copies = Copies(rank_guard, optimizer.states(), engine.cfg.run.recover == "host")
+    assert isinstance(companion, GuardedRank)
+    optimizer = engine.optimizer
+    copies = Copies(companion, optimizer.states(), engine.cfg.run.recover == "host")
     problems = copies.load(engine.ctx)
     for problem in problems:
         older = "the copies before it" if copies.restored else "the newest checkpoint on disk"
         if engine.ctx.rank == 0:
             logger.warning(f"{problem}: using {older} on all ranks")
-    if rank_guard.round and copies.restored is None and not problems and engine.ctx.rank == 0:
+    if companion.round and copies.restored is None and not problems and engine.ctx.rank == 0:
         logger.warning("no copy is left that all ranks have: using the newest checkpoint on disk")
     if copies.restored is not None:
         optimizer.load_scalars(copies.restored["scalars"])
@@ -157,10 +122,8 @@ def newest_of(engine: Engine[Config], checkpointer: Checkpointer) -> Source | No
     """Find the newest checkpoint of a run whose copies are lost: it counts more than what `--resume` says.
 
     Returns:
-        It, the same on every rank; None if the run has saved none, or is new.
+        It, the same on every rank; None if the run has saved none.
     """
-    if guard_round() == 0:
-        return None
     run, states = engine.cfg.run, engine.optimizer.states()
     newest = find_good(checkpointer.root, engine.ctx, run.resume_fallback, states, checkpointer.mirror)
     return Source(newest) if newest and newest.manifest.run_id == checkpointer.run_id else None
@@ -222,21 +185,21 @@ def _find_saved(run: Run, saved: list[tuple[int, Path]]) -> tuple[dict[str, int]
 
 def record_recovery(run: Run) -> bool:
     """Log and record what a recovery cost; return False if this is none."""
-    rank_guard = guard()
-    if rank_guard is None or rank_guard.round == 0:
+    companion = run.companion
+    if companion.round == 0:
         return False
-    turn, now = rank_guard.turn, time.monotonic()
+    turn, now = companion.turn, time.monotonic()
     back = f"{turn['cause']}: back to step {run.step}"
     if run.engine.ctx.rank != 0:
         logger.info(back)  # other hosts' clocks say nothing of when it died
         return True
     gone = turn["gone"]
     died = turn["died"]
-    met = rank_guard.met
+    met = companion.met
     logger.info(f"{back} in {now - died:.1f} s")
     if turn["gave_up"]:
         logger.info(f"{turn['gave_up']}: saving, then exiting")
     seconds = {"end": gone - died, "meet": met - gone, "load": now - met}
-    told = {"round": rank_guard.round, "ranks": turn["ranks"], "cause": turn["cause"], "seconds": seconds}
+    told = {"round": companion.round, "ranks": turn["ranks"], "cause": turn["cause"], "seconds": seconds}
     run.metrics.event("recovery", step=run.step, **told)
     return True

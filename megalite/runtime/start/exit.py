@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.rendezvous import launched_together, shutdown
 from megalite.runtime.checkpoint.save import SaveError
-from megalite.runtime.recover.member import guard
+from megalite.runtime.recover.member import NOBODY, Companion
 from megalite.runtime.start.signals import print_stacks, stop_with_torchrun
 from megalite.runtime.watch.heartbeat import say_goodbye
 from megalite.runtime.watch.peers import FailureWatch
@@ -80,10 +81,13 @@ def leave_unfinished(ctx: ParallelContext, otherwise: int = 0) -> None:
 
 
 @contextmanager
-def leaving_together() -> Iterator[None]:
+def leaving_together(companion: Companion = NOBODY) -> Iterator[None]:
     """Wrap the whole life of a rank: exit with the right code and one message. SIGUSR1 prints its stacks at any time.
 
     Errors that every rank raises (command line, layout, anything agreed on) are reported by rank 0 alone.
+
+    Args:
+        companion: of this process.
     """
     try:
         setup_logging(env_rank())
@@ -92,13 +96,15 @@ def leaving_together() -> Iterator[None]:
         _exit(2)
     print_stacks()
     mask_tracebacks()
-    stop_with_torchrun()
-    watch = FailureWatch(_leave_after)
+    stop_with_torchrun(companion)
+    watch = FailureWatch(partial(_leave_after, companion))
     try:
         yield
     except UserError as e:
         if isinstance(e, LocalUserError):
-            _wait_if_replaced()
+            if companion.round:
+                # The same command has met the others before: failing to do so again follows from another death.
+                companion.lost_a_peer()
         else:
             watch.disarm()
             _exit_after_rank_0(2)
@@ -112,7 +118,7 @@ def leaving_together() -> Iterator[None]:
             print("interrupted: exiting immediately, nothing more was saved", file=sys.stderr, flush=True)
         _exit(130)
     except SystemExit:
-        _end_threads(watch)
+        _end_threads(watch, companion)
         raise
     except (SaveError, DivergenceError) as e:
         # Every rank raises these, and a traceback would add nothing.
@@ -120,26 +126,24 @@ def leaving_together() -> Iterator[None]:
         logger.error(f"{type(e).__name__}: {e}")
         _exit(1)
     except BaseException as e:
-        _report_failure(e, watch)
+        _report_failure(e, watch, companion)
         _exit(1)
-    _end_threads(watch)
+    _end_threads(watch, companion)
 
 
-def _end_threads(watch: FailureWatch) -> None:
-    if (rank_guard := guard()) is not None:
-        rank_guard.leaving()
+def _end_threads(watch: FailureWatch, companion: Companion) -> None:
+    companion.leaving()
     watch.close()
     shutdown()
 
 
-def _report_failure(e: BaseException, watch: FailureWatch) -> None:
+def _report_failure(e: BaseException, watch: FailureWatch, companion: Companion) -> None:
     """Print the error that is being handled, and inform the other ranks unless one of them was first."""
-    if (rank_guard := guard()) is not None:
-        if _lost_peer(e) or isinstance(e, dist.DistError):
-            rank_guard.lost_a_peer()
-        elif isinstance(e, RuntimeError):
-            # It may follow from a death that nobody knows of yet.
-            rank_guard.may_be_killed()
+    if _lost_peer(e) or isinstance(e, dist.DistError):
+        companion.lost_a_peer()
+    elif isinstance(e, RuntimeError):
+        # It may follow from a death that nobody knows of yet.
+        companion.may_be_killed()
     if isinstance(e, PeerError):
         _print_last("exiting: another rank failed first")
     elif _lost_peer(e):
@@ -150,16 +154,9 @@ def _report_failure(e: BaseException, watch: FailureWatch) -> None:
         watch.announce(env_rank())
 
 
-def _wait_if_replaced() -> None:
-    """Where the same command has met the others before, failing to do so again follows from another death."""
-    if (rank_guard := guard()) is not None and rank_guard.round:
-        rank_guard.lost_a_peer()
-
-
-def _leave_after(reason: str) -> None:
+def _leave_after(companion: Companion, reason: str) -> None:
     """End a rank that still waits for one that has failed."""
-    if (rank_guard := guard()) is not None:
-        rank_guard.lost_a_peer()
+    companion.lost_a_peer()
     say_goodbye()
     _print_last(f"exiting: {reason}")
     _exit(1)

@@ -10,7 +10,7 @@ from megalite.core.base.log import logger
 from megalite.core.mesh.rendezvous import under_torchrun
 from megalite.runtime.base.child import signal_when_parent_dies
 from megalite.runtime.loop.run import Run
-from megalite.runtime.recover.member import guard
+from megalite.runtime.recover.member import Companion, GuardedRank
 
 
 def print_stacks() -> None:
@@ -19,9 +19,9 @@ def print_stacks() -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
 
 
-def stop_with_torchrun() -> None:
+def stop_with_torchrun(companion: Companion) -> None:
     """Get SIGTERM when torchrun is killed: it leaves its ranks running, and nobody could restart them."""
-    if under_torchrun() and guard() is None:
+    if under_torchrun() and not isinstance(companion, GuardedRank):
         signal_when_parent_dies(signal.SIGTERM)
 
 
@@ -36,5 +36,4 @@ def stop_on_signals(run: Run) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         run.exit_stack.callback(signal.signal, number, signal.signal(number, stop) or signal.SIG_DFL)
-    if (rank_guard := guard()) is not None:
-        rank_guard.ready()
+    run.companion.ready()

@@ -50,6 +50,7 @@ from megalite.runtime.record.profile import StepProfiler
 from megalite.runtime.record.schedule_recorder import Recorder
 from megalite.runtime.recover import restore
 from megalite.runtime.recover.copies import Copies
+from megalite.runtime.recover.member import NOBODY, Companion
 from megalite.runtime.start.inputs import open_data, resolve_vocabulary
 from megalite.runtime.start.resume import Source, check_folders, choose_checkpoint, log_start, resume
 from megalite.runtime.start.run_dir import make_run_dir, write_config, write_pid
@@ -58,7 +59,11 @@ from megalite.runtime.watch.watchdog import IDLE, OWN
 
 
 def open_run(
-    cfg: Config, ctx: ParallelContext, train_data: Samples | None = None, valid_data: Samples | None = None
+    cfg: Config,
+    ctx: ParallelContext,
+    train_data: Samples | None = None,
+    valid_data: Samples | None = None,
+    companion: Companion = NOBODY,
 ) -> Run:
     """Check everything, build the engine, and resume from the run directory's last checkpoint if there is one.
 
@@ -66,12 +71,13 @@ def open_run(
         cfg: all options.
         ctx: this rank's axes.
         train_data, valid_data: samples of the caller's own, in place of `--data`.
+        companion: of this process.
 
     Raises:
         UserError: a request cannot be met on some rank; raised on every rank, after everything opened is closed again.
     """
     with contextlib.ExitStack() as exit_stack:
-        restore.meet_guards(cfg, ctx)
+        restore.meet_guards(cfg, ctx, companion)
         agree(ctx, lambda: check_folders(cfg))
         heartbeat = Heartbeat(cfg.run.folder, ctx, cfg.run.watchdog_timeout, cfg.run.recover != "none")
         exit_stack.callback(heartbeat.close)
@@ -82,18 +88,19 @@ def open_run(
         heartbeat.beat("set-up: data", patience=OWN)
         datasets = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data)
         heartbeat.beat("set-up: model", patience=OWN)
-        engine = agree(ctx, lambda: restore.build(cfg, ctx))
+        engine = agree(ctx, lambda: restore.build(cfg, ctx, companion))
         check_buckets(engine.optimizer.buckets, ctx)
         run_dir = cfg.run.folder
         agree(ctx, lambda: make_run_dir(run_dir))
         agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))
-        if restore.guard_round() == 0:
+        if companion.round == 0:
             log_banner(engine)
         heartbeat.beat("set-up: checkpoint", patience=OWN)
-        copies = restore.open_copies(engine)
-        checkpointer = _make_checkpointer(cfg, run_dir, ctx, restore.run_of(ctx))
+        copies = restore.open_copies(engine, companion)
+        run_id = gather_texts(companion.run_id, ctx.world, ctx.device)[0]
+        checkpointer = _make_checkpointer(cfg, run_dir, ctx, run_id)
         exit_stack.callback(checkpointer.close)
-        source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer, copies)
+        source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer, copies, companion)
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
         agree(ctx, lambda: write_config(run_dir, text) if ctx.rank == 0 else None)
         checkpointer.take()
@@ -102,7 +109,7 @@ def open_run(
         run = make_run(
             engine, datasets=datasets, meta=meta, state=state, checkpointer=checkpointer, heartbeat=heartbeat
         )
-        run.copies, run.only_saves = copies, restore.gave_up()
+        run.copies, run.companion = copies, companion
         _record_start(run, source)
         exit_stack.pop_all()
         run.heartbeat.beat("between calls", run.step, IDLE)
@@ -115,6 +122,7 @@ def _starting_point(
     tokenizer: Tokenizer | None,
     checkpointer: Checkpointer,
     copies: Copies | None,
+    companion: Companion,
 ) -> tuple[Source | None, dict[str, Any], dict[str, Any]]:
     """Load the state that the run starts from, unless it was restored from copies.
 
@@ -126,7 +134,8 @@ def _starting_point(
     restored = copies.restored if copies else None
     source = None
     if not restored:
-        source = restore.newest_of(engine, checkpointer) or choose_checkpoint(engine, checkpointer.mirror)
+        newest = restore.newest_of(engine, checkpointer) if companion.round else None
+        source = newest or choose_checkpoint(engine, checkpointer.mirror)
     datasets.use_version(restored["data_version"] if restored else source.data_version if source else VERSION_OF_DATA)
     meta = {"config": by_group(cfg), **_hashes(datasets, ctx, tokenizer)}
     restore.check_unchanged(restored, meta)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalite import api
 from megalite.api import configure
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.context import ParallelContext
@@ -29,7 +30,7 @@ from megalite.runtime.recover import processes, restore
 from megalite.runtime.recover.guard import Guard
 from megalite.runtime.recover.hub import Hub
 from megalite.runtime.recover.main import reserve
-from megalite.runtime.recover.member import spare_ranks, survives_hosts
+from megalite.runtime.recover.member import NOBODY, Companion, spare_ranks, survives_hosts
 from megalite.runtime.recover.messages import EventLoop, Link, Packets
 from megalite.runtime.recover.peers import buddies
 from megalite.runtime.recover.restore import check_unchanged
@@ -397,11 +398,22 @@ def test_a_last_save_needs_no_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     cfg = configure(**shape, ops="triton", attention="cudnn", precision="bf16", fp8="rowwise", compile=True)
     ctx = ParallelContext.create(Grid.of(1), torch.device("cpu"))
     with pytest.raises(UserError):
-        restore.build(cfg, ctx)
-    assert restore.device_of(cfg) == cfg.parallel.device == "auto"
-    monkeypatch.setattr(restore, "guard", lambda: SimpleNamespace(turn={"cpu": True}))
-    assert restore.build(cfg, ctx).cfg == cfg
-    assert restore.device_of(cfg) == "cpu"
+        restore.build(cfg, ctx, NOBODY)
+    companion = Companion()
+    companion.turn = {"cpu": True}
+    assert restore.build(cfg, ctx, companion).cfg == cfg
+    # On which device, `start` tells the choice of one.
+    picked: list[str] = []
+
+    def pick(name: str, *_: object) -> torch.device:
+        picked.append(name)
+        raise Left
+
+    monkeypatch.setattr(api, "pick_device", pick)
+    for of in (NOBODY, companion):
+        with pytest.raises(Left):
+            api.start(cfg, companion=of)
+    assert picked == [cfg.parallel.device, "cpu"] == ["auto", "cpu"]
 
 
 def copies(*steps: int) -> list[list[int]]:
@@ -594,9 +606,9 @@ def test_seconds_are_told_where_the_clock_is_that_they_began_on(
 ) -> None:
     """Another host's clock had the run go back in minus three hours."""
     turn = {"gone": 1e9, "died": 1e9, "cause": "rank 1 died", "gave_up": "", "ranks": [1]}
-    monkeypatch.setattr(restore, "guard", lambda: SimpleNamespace(round=1, met=0.0, turn=turn))
+    companion = SimpleNamespace(round=1, met=0.0, turn=turn)
     monkeypatch.setattr(restore.logger, "propagate", True)
-    run: Any = SimpleNamespace(step=7, engine=SimpleNamespace(ctx=SimpleNamespace(rank=1)))
+    run: Any = SimpleNamespace(step=7, companion=companion, engine=SimpleNamespace(ctx=SimpleNamespace(rank=1)))
     with caplog.at_level("INFO"):
         assert restore.record_recovery(run)
     assert caplog.messages == ["rank 1 died: back to step 7"]
