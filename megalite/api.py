@@ -82,7 +82,7 @@ def start(
             only_deterministic_kernels()
         grid = Grid.from_config(cfg.parallel, world_size())
         # Where hosts are lost, two ranks would share a GPU for the last save.
-        name = "cpu" if companion.saves_on_cpu else cfg.parallel.device
+        name = "cpu" if companion.turn.go.on_cpu else cfg.parallel.device
         device = pick_device(name, cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload)
         timeout = group_timeout(cfg.run.watchdog_timeout)
         init_process_group(device, timeout)

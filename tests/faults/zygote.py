@@ -399,19 +399,25 @@ def before_commit(fault: Fault) -> None:
     """Before a copy of a step counts."""
     from megalite.runtime.recover.member import GuardedRank
 
-    before(GuardedRank, "commit", lambda _, copy: fault.act() if copy["step"] == fault.at else None)
+    before(GuardedRank, "say", lambda _, said: fault.act() if is_copy_of(fault.at, said) else None)
 
 
 def in_copy(fault: Fault) -> None:
     """One bit of a copy of a step is flipped before it counts."""
     from megalite.runtime.recover.member import GuardedRank
 
-    def damage(rank_guard: Any, copy: dict[str, Any]) -> None:
-        if copy["step"] == fault.at:
-            memory, where = rank_guard.slots[copy["slot"]], 40
+    def damage(rank_guard: Any, said: Any) -> None:
+        if is_copy_of(fault.at, said):
+            memory, where = rank_guard.slots[said.slot], 40
             os.pwrite(memory, bytes([os.pread(memory, 1, where)[0] ^ 8]), where)
 
-    before(GuardedRank, "commit", damage)
+    before(GuardedRank, "say", damage)
+
+
+def is_copy_of(step: int, said: Any) -> bool:
+    from megalite.runtime.recover.messages import Commit
+
+    return isinstance(said, Commit) and said.step == step
 
 
 def in_reading(fault: Fault) -> None:

@@ -107,7 +107,7 @@ class Run:
     @property
     def only_saves(self) -> bool:
         """Whether recoveries are used up: nothing is left to do but a save."""
-        return bool(self.companion.gave_up)
+        return bool(self.companion.turn.go.gave_up)
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:

@@ -18,6 +18,7 @@ from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.sharding import StateTensor
 from megalite.runtime.recover.member import GuardedRank
+from megalite.runtime.recover.messages import Commit, Loaded, Void
 from megalite.runtime.recover.offsite import NUM_SLOTS, first_number, free_slot, make_slots
 
 # For the JSON, which grows with the number of saves; memory that is not written to is not allocated.
@@ -41,7 +42,7 @@ class Copies:
         self._guard, self._elsewhere = guard, elsewhere
         self._flats = [state.flat.detach() for state in states]
         self._size = sum(map(_room, self._flats))
-        self._held: list[dict[str, Any]] = list(guard.turn.get("copies", []))
+        self._held = list(guard.turn.copies)
         self._number = 0
         self.restored: dict[str, Any] | None = None
         total = self._size + _JSON_BYTES
@@ -62,9 +63,9 @@ class Copies:
             state: what `restored` will be, as JSON content; with a "run_id".
         """
         if self._elsewhere and self._held:
-            self._guard.wait_kept(self._held[-1]["commit"])
+            self._guard.wait_kept(self._held[-1].number)
         if len(self._held) == NUM_SLOTS:
-            self._guard.void(self._held.pop(0)["commit"])
+            self._guard.say(Void(self._held.pop(0).number))
         slot = free_slot(self._held)
         sums = []
         for target, flat in zip(self._parts[slot], self._flats):
@@ -76,11 +77,10 @@ class Copies:
             raise RuntimeError(f"{len(text)} bytes of JSON do not fit beside a copy")
         self._maps[slot][self._size : self._size + len(text)] = text
         self._number = max(self._number + 1, first_number(self._guard.round))
-        copy: dict[str, Any] = {"commit": self._number, "step": step, "slot": slot}
-        copy |= {"length": len(text), "crc": zlib.crc32(text)}
-        copy |= {"run_id": state["run_id"], "bytes": self._size + len(text)}
+        room, used = len(self._maps[slot]), self._size + len(text)
+        copy = Commit(self._number, step, slot, room, used, zlib.crc32(text), state["run_id"])
         self._held.append(copy)
-        self._guard.commit(copy)
+        self._guard.say(copy)
 
     @torch.no_grad()
     def load(self, ctx: ParallelContext) -> list[str]:
@@ -91,24 +91,24 @@ class Copies:
         """
         problems = []
         # One that could not be brought from its keeper in time is on some ranks alone.
-        held = gather_texts(json.dumps([copy["commit"] for copy in self._held]), ctx.world, ctx.device)
+        held = gather_texts(json.dumps([copy.number for copy in self._held]), ctx.world, ctx.device)
         common = set.intersection(*(set(json.loads(numbers)) for numbers in held))
-        for copy in sorted(self._held, key=lambda copy: -copy["commit"]):
-            if copy["commit"] not in common:
+        for copy in sorted(self._held, key=lambda copy: -copy.number):
+            if copy.number not in common:
                 continue
             problem = self._check(copy, ctx.rank)
             found = list(filter(None, gather_texts(problem, ctx.world, ctx.device)))
             if not found:
-                self._number = copy["commit"]
-                for part, flat in zip(self._parts[copy["slot"]], self._flats):
+                self._number = copy.number
+                for part, flat in zip(self._parts[copy.slot], self._flats):
                     flat.copy_(part)
                 break
             problems += found
             self.restored = None
         else:
             self._number = -1
-        self._held = [copy for copy in self._held if copy["commit"] <= self._number]
-        self._guard.loaded(self._number)
+        self._held = [copy for copy in self._held if copy.number <= self._number]
+        self._guard.say(Loaded(self._number))
         return problems
 
     @torch.no_grad()
@@ -134,21 +134,21 @@ class Copies:
         problems = {rank: text for rank, text in enumerate(answers) if text not in ("", "same")}
         if set(answers) != {"same"}:
             return None, problems
-        parts = self._parts[self._held[-1]["slot"]]
+        parts = self._parts[self._held[-1].slot]
         changed = sums_of_bits(self._flats).tolist() != sums_of_bits(parts).tolist()
         for part, flat in zip(parts, self._flats):
             flat.copy_(part)
         return changed, {}
 
-    def _check(self, copy: dict[str, Any], rank: int) -> str:
+    def _check(self, copy: Commit, rank: int) -> str:
         """Read what a copy holds besides tensors, and sum those; return what is wrong with it. No state changes."""
-        text = self._maps[copy["slot"]][self._size : self._size + copy["length"]]
-        damaged = f"the copy of step {copy['step']} in the memory of rank {rank} is damaged"
-        if zlib.crc32(text) != copy["crc"]:
+        text = self._maps[copy.slot][self._size : copy.bytes]
+        damaged = f"the copy of step {copy.step} in the memory of rank {rank} is damaged"
+        if zlib.crc32(text) != copy.crc:
             return damaged
         self.restored = json.loads(text)
         assert self.restored is not None
-        return "" if sums_of_bits(self._parts[copy["slot"]]).tolist() == self.restored.pop("sums") else damaged
+        return "" if sums_of_bits(self._parts[copy.slot]).tolist() == self.restored.pop("sums") else damaged
 
     def _parts_of(self, memory: mmap.mmap) -> list[torch.Tensor]:
         """Return the parts of a slot's memory, of the states' types and lengths."""

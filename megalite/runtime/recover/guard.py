@@ -5,10 +5,6 @@ imports done, takes over from the newest copy that all guards hold. A launcher s
 host` a guard also keeps copies for one of another host; one in reserve has a process that waits, and becomes that of a
 rank whose own is gone. Where none is left, who keeps the rank's copies starts one more guard, for a last save.
 Standard library only, and Linux: pidfd, memfd, PR_SET_CHILD_SUBREAPER.
-
-Messages of a process: {"here"}, {"listen": world, "limit", "alone", "elsewhere"}, {"meet": rank, ...}, {"ready"},
-{"slots"} with descriptors, {"void": number}, {"commit": number, ...}, {"loaded": number}, {"lost"}, {"leaving": when,
-or 0}. Of the guard: {"wait"}, {"turn": round, ...} with the slots, {"port", "token"}, {"kept": number}, {"end"}.
 """
 
 from __future__ import annotations
@@ -20,13 +16,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megalite.core.base.log import unfinished_code
 from megalite.runtime.base.child import children, signal_when_parent_dies
+from megalite.runtime.recover import messages
+from megalite.runtime.recover.connections import EventLoop, Link, network
 from megalite.runtime.recover.held import Held
 from megalite.runtime.recover.hub import UNFINISHED, Hub
-from megalite.runtime.recover.messages import EventLoop, Link, network
 from megalite.runtime.recover.processes import (
     Member,
     adopt_orphans,
@@ -64,14 +61,14 @@ class Guard:
         self._launcher = launcher
         self._loop = EventLoop()
         self._hub: Link | None = None
-        self._meeting: dict[str, Any] = {}  # how it was met
+        self._meeting = messages.Meet(-1, "", 0, "", False)  # how it was met
         self._rank = -1
         self._round = 0
         self._broken = False
         self._ending = False
         self._code: int | None = None
         self._waits, self._spares = waits, spares
-        self._next: dict[str, Any] | None = None if waits else {"turn": 0, "copies": [], "spares": spares}
+        self._next = None if waits else messages.Turn(spares=spares)
         self._held = Held(self._loop, self._kept, self._cannot_send)
         self._trainer: Member | None = None
         self._spare: Member | None = None
@@ -116,29 +113,29 @@ class Guard:
                 self._loop.forget(member.packets.socket.fileno())
             return False
         message, descriptors = packet
-        if "here" in message:
-            member.here, self._failures = True, 0
-            if not self._hand_over():
-                member.packets.send({"wait": True, "alone": self._hub is None})
-        elif {"slots", "void", "commit", "loaded"} & message.keys():
-            self._held.hear(message, descriptors)
-            if "commit" in message and self._spare is None and self._failures < _MAX_FAILURES:
-                self._start()  # not earlier: its imports would compete with a first step
-        elif "listen" in message:
-            limits = message["limit"], message["alone"], message["elsewhere"]
-            hub = Hub(self._loop, message["listen"], *limits, self._spares)
-            member.packets.send({"port": hub.port, "token": hub.token})
-        elif "meet" in message:
-            self._meet(message)
-        elif "ready" in message:
-            member.ready, self._began = True, self._began or time.monotonic()
-            if self._asked and self._round:
-                kill(member.pid, self._asked)
-        elif "leaving" in message:
-            member.leaving = message["leaving"]
-            self._loop.after(_LEAVE_S, partial(member.end_if_leaving, member.leaving))
-        elif "lost" in message:
-            self._lost(member)
+        match message:
+            case messages.Here():
+                member.here, self._failures = True, 0
+                if not self._hand_over():
+                    member.packets.send(messages.Wait(alone=self._hub is None))
+            case messages.Slots() | messages.Void() | messages.Commit() | messages.Loaded():
+                self._held.hear(message, descriptors)
+                if isinstance(message, messages.Commit) and self._spare is None and self._failures < _MAX_FAILURES:
+                    self._start()  # not earlier: its imports would compete with a first step
+            case messages.Listen(world, limit, alone, elsewhere):
+                hub = Hub(self._loop, world, limit, alone, elsewhere, self._spares)
+                member.packets.send(messages.Listening(hub.port, hub.token))
+            case messages.Meet():
+                self._meet(message)
+            case messages.Ready():
+                member.ready, self._began = True, self._began or time.monotonic()
+                if self._asked and self._round:
+                    kill(member.pid, self._asked)
+            case messages.Leaving():
+                member.leaving = message.since
+                self._loop.after(_LEAVE_S, partial(member.end_if_leaving, member.leaving))
+            case messages.Lost():
+                self._lost(member)
         return True
 
     def _hand_over(self) -> bool:
@@ -184,11 +181,11 @@ class Guard:
             self._leave(self._outcome if told else as_exit_code(code))
         if code < 0 and -code != self._asked:
             cause = f"rank {self._rank} died ({signal.Signals(-code).name})"
-            self._tell({"broken": self._round, "cause": cause, "died": True})
+            self._tell(messages.Broken(self._round, cause, died=True))
             return
         self._code = as_exit_code(code)
         done = code in (0, UNFINISHED, unfinished_code())
-        self._tell({"done": self._round} if done else {"final": self._code})
+        self._tell(messages.Done(self._round) if done else messages.Final(self._code))
 
     def _clear(self) -> None:
         """Nothing of the rank trains any more: end what it has left, and say which copies there are."""
@@ -198,116 +195,116 @@ class Guard:
             return
         if self._spare is None:
             self._start()
-        self._tell({"killed": self._round, **self._held.answer()})
+        self._tell(self._held.answer(self._round))
 
     # ------------------------------------------------------------------------------------------ the other ranks
 
-    def _meet(self, message: dict[str, Any]) -> None:
+    def _meet(self, message: messages.Meet) -> None:
         """Connect to the hub; rank -1 is in reserve, also if the launcher has started it again in a place now taken."""
-        self._rank = message["meet"]
+        self._rank = message.rank
         self._meeting = message
-        address = (message["host"], message["port"])
+        address = (message.host, message.port)
         if self._rank < 0 and self._trainer:
             self._waits, self._trainer, self._spare = True, None, self._trainer
         try:
             self._hub = Link(self._loop, socket.create_connection(address, timeout=_CONNECT_S), self._hear_hub)
         except OSError as e:
             self._leave(1, f"the guard of rank 0 at {address[0]}:{address[1]} cannot be reached ({e})")
-        hello = {"hello": self._rank, "token": message["token"], "network": network()}
-        if message["elsewhere"]:
+        hello = messages.Hello(self._rank, message.token, network())
+        if message.elsewhere:
             if self._launcher:
                 signal_when_parent_dies(signal.SIGKILL)  # a lost host, and no reason for the others to stop
-            hello["port"] = self._held.open(address[0], message["token"])
+            hello = hello._replace(port=self._held.open(message.host, message.token))
         self._hub.send(hello)
 
     def _kept(self, number: int) -> None:
         if self._trainer:
-            self._trainer.packets.send({"kept": number})
+            self._trainer.packets.send(messages.Kept(number))
 
     def _cannot_send(self, why: str) -> None:
         self._blame(f"the copies of rank {self._rank} do not reach the host that keeps them ({why})")
 
     def _blame(self, cause: str) -> None:
-        told = {"broken": self._round, "cause": cause, "died": False}
+        told = messages.Broken(self._round, cause, died=False)
         self._loop.after(_CAUSE_S, lambda: self._tell(told))
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _tell(self, message: messages.FromGuard) -> None:
         if self._hub is not None and not self._ending:
             self._hub.send(message)
 
     def _lost(self, member: Member) -> None:
         """The process has lost a connection, and waits: for its end, or for the word that it should leave."""
         if self._hub is None or self._ending:
-            member.packets.send({"end": True})
+            member.packets.send(messages.Leave())
             return
         self._blame(f"rank {self._rank} lost the connection to another rank")
 
-    def _hear_hub(self, message: dict[str, Any] | None) -> None:
-        if message is None:
-            if not self._ending:
-                # A launcher takes a signal for a loss, which the others survive, and a code for an error of the run.
-                code = -signal.SIGKILL if self._meeting["elsewhere"] and self._launcher else 1
-                self._leave(code, "the guard of rank 0 is gone: ending this rank")
-        elif "break" in message:
-            self._leave_if_orphaned()
-            # A turn that nobody has taken yet is void.
-            self._round = message["break"]
-            self._broken = True
-            self._next = None
-            if self._trainer is None:
-                self._clear()
-            else:
-                kill(self._trainer.pid, signal.SIGKILL)
-        elif "go" in message:
-            self._leave_if_orphaned()
-            self._go(message)
-        elif "buddy" in message:
-            self._held.find_buddy(self._rank, message["buddy"])
-        elif "stand_in" in message:
-            self._stand_in()
-        else:
-            self._end(message)
+    def _hear_hub(self, message: messages.Message | None) -> None:
+        match message:
+            case None:
+                if not self._ending:
+                    # A launcher takes a signal for a loss, which the others survive, and a code for the run's error.
+                    code = -signal.SIGKILL if self._meeting.elsewhere and self._launcher else 1
+                    self._leave(code, "the guard of rank 0 is gone: ending this rank")
+            case messages.Break():
+                self._leave_if_orphaned()
+                # A turn that nobody has taken yet is void.
+                self._round = message.round
+                self._broken = True
+                self._next = None
+                if self._trainer is None:
+                    self._clear()
+                else:
+                    kill(self._trainer.pid, signal.SIGKILL)
+            case messages.Go():
+                self._leave_if_orphaned()
+                self._go(message)
+            case messages.Buddy():
+                self._held.find_buddy(self._rank, message.address)
+            case messages.StandIn():
+                self._stand_in()
+            case messages.End():
+                self._end(message)
 
     def _stand_in(self) -> None:
         """Start a guard in reserve on this host, beside the ranks that have their place here."""
         if fork():
             guard = Guard(self._start_process, os.getppid(), waits=True, spares=self._spares)
-            guard._meet({**self._meeting, "meet": -1})
+            guard._meet(self._meeting._replace(rank=-1))
             guard.serve()
 
-    def _go(self, message: dict[str, Any]) -> None:
+    def _go(self, go: messages.Go) -> None:
         """The next round begins, from these copies."""
-        self._round = message["go"]
+        self._round = go.round
         self._broken = False
         self._code = None
-        self._held.go_back(self._round, message["numbers"])
-        if "rank" not in message:
+        self._held.go_back(self._round, go.numbers)
+        if go.rank < 0:
             return  # still in reserve
-        self._rank, self._waits = message["rank"], False
-        self._held.find_buddy(self._rank, message["buddy"])
-        if message["fetch"]:
-            self._held.fetch(self._rank, message["fetch"], message["numbers"], partial(self._prepare, message))
+        self._rank, self._waits = go.rank, False
+        self._held.find_buddy(self._rank, go.buddy)
+        if go.fetch:
+            self._held.fetch(self._rank, go.fetch, go.numbers, partial(self._prepare, go))
         else:
-            self._prepare(message)
+            self._prepare(go)
 
-    def _prepare(self, message: dict[str, Any]) -> None:
+    def _prepare(self, go: messages.Go) -> None:
         """Let the next process be the rank, which has all copies that it is to have."""
-        if self._broken or self._round != message["go"]:
+        if self._broken or self._round != go.round:
             return
-        kept = {"copies": self._held.copies, "run_id": self._held.run_id, "began": self._began, "spares": self._spares}
-        self._next = {**message, "turn": self._round, **kept}
+        self._next = messages.Turn(go, self._spares, self._held.copies, self._held.run_id, self._began)
         if self._spare is None:
             self._start()
         self._hand_over()
 
-    def _end(self, message: dict[str, Any]) -> None:
+    def _end(self, end: messages.End) -> None:
         """The run ends, with the code of this rank's own process if that ends by itself."""
-        self._ending, self._outcome = True, message["end"]
-        if message["kill"] or self._trainer is None:
-            code = self._code if self._trainer is None and self._code is not None else message["end"]
-            self._leave(code, message["why"] if self._rank == 0 else "")
+        self._ending, self._outcome = True, end.code
+        if end.kill or self._trainer is None:
+            code = self._code if self._trainer is None and self._code is not None else end.code
+            self._leave(code, end.why if self._rank == 0 else "")
         pid = self._trainer.pid
-        self._trainer.packets.send({"end": True})
+        self._trainer.packets.send(messages.Leave())
         # Not at once: an error that all ranks raise is told by rank 0, which may come to it later than others.
         self._loop.after(_TELL_S, lambda: kill(pid, signal.SIGTERM))
         self._loop.after(_LEAVE_S, lambda: self._leave(1, "this rank did not end by itself: killing it"))

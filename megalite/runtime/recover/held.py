@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from megalite.runtime.recover.messages import EventLoop
-from megalite.runtime.recover.offsite import Address, Keeper, Sender, fetch, first_number
+from megalite.runtime.recover.connections import EventLoop
+from megalite.runtime.recover.messages import Address, Commit, Killed, Loaded, Slots, Void
+from megalite.runtime.recover.offsite import Keeper, Sender, fetch, first_number
 
 
 class Held:
@@ -29,7 +29,7 @@ class Held:
         self._loop = loop
         self._kept = kept
         self._failed = failed
-        self.copies: list[dict[str, Any]] = []
+        self.copies: list[Commit] = []
         self.slots: list[int] = []
         self.run_id = ""
         self.keeper: Keeper | None = None
@@ -54,32 +54,33 @@ class Held:
         self.keeper = Keeper(token)
         return self.keeper.port
 
-    def answer(self) -> dict[str, Any]:
-        """Say which copies there are, as the hub wants to hear it."""
+    def answer(self, round_: int) -> Killed:
+        """Return which copies there are, for the hub."""
         kept = {} if self.keeper is None else self.keeper.held()
-        return {"held": [[copy["commit"], copy["step"]] for copy in self.copies], "kept": kept}
+        return Killed(round_, [(copy.number, copy.step) for copy in self.copies], [*kept.items()])
 
-    def hear(self, message: dict[str, Any], descriptors: list[int]) -> None:
+    def hear(self, message: Slots | Void | Loaded | Commit, descriptors: list[int]) -> None:
         """Take in what a process says of copies."""
-        if "slots" in message:
-            self.slots = descriptors  # once: later processes get these
-        elif "void" in message:
-            self.copies = [copy for copy in self.copies if copy["commit"] != message["void"]]
-        elif "loaded" in message:
-            self.copies = [copy for copy in self.copies if copy["commit"] <= message["loaded"]]
-            self._sent = message["loaded"] - 1  # that one again: its keeper may be another now
-            if self.keeper is not None:
-                # All ranks have loaded this one; what they have sent since is of the new round.
-                self.keeper.forget(lambda number: message["loaded"] < number < first_number(self._round))
-        elif "commit" in message:
-            self.copies.append(message)
-            self.run_id, oldest = message["run_id"], self.copies[0]["commit"]
-            if self.keeper is not None:
-                # No round can begin from what this rank itself has not got.
-                self.keeper.forget(lambda number: number < oldest)
+        match message:
+            case Slots():
+                self.slots = descriptors  # once: later processes get these
+            case Void():
+                self.copies = [copy for copy in self.copies if copy.number != message.number]
+            case Loaded(last):
+                self.copies = [copy for copy in self.copies if copy.number <= last]
+                self._sent = last - 1  # that one again: its keeper may be another now
+                if self.keeper is not None:
+                    # All ranks have loaded this one; what they have sent since is of the new round.
+                    self.keeper.forget(lambda number: last < number < first_number(self._round))
+            case Commit():
+                self.copies.append(message)
+                self.run_id, oldest = message.run_id, self.copies[0].number
+                if self.keeper is not None:
+                    # No round can begin from what this rank itself has not got.
+                    self.keeper.forget(lambda number: number < oldest)
         self._send()
 
-    def find_buddy(self, rank: int, address: list[Any] | None) -> None:
+    def find_buddy(self, rank: int, address: Address | None) -> None:
         """Learn which keeper has this rank's copies from here on; None: all guards are on one host."""
         if self._sender is not None:
             self._sender.close()
@@ -89,19 +90,19 @@ class Held:
             self._sender = Sender(self._loop, *place, self._kept, self._failed)
         self._send()
 
-    def go_back(self, round_: int, numbers: list[int]) -> None:
+    def go_back(self, round_: int, numbers: Sequence[int]) -> None:
         """Begin a round: drop all copies but those with these numbers, from one of which the run continues."""
         self._round, self._sent = round_, max(numbers, default=-1)
-        self.copies = [copy for copy in self.copies if copy["commit"] in numbers]
+        self.copies = [copy for copy in self.copies if copy.number in numbers]
         if self.keeper is not None:
             # Others may have begun, and sent copies, already.
             self.keeper.forget(lambda number: number not in numbers and number < first_number(round_))
 
-    def fetch(self, rank: int, address: list[Any], numbers: list[int], done: Callable[[], None]) -> None:
+    def fetch(self, rank: int, address: Address, numbers: Sequence[int], done: Callable[[], None]) -> None:
         """Bring a rank's copies from the keeper that has them, and call `done`, unless another round has begun."""
         round_ = self._round
 
-        def take(copies: list[dict[str, Any]], slots: list[int]) -> None:
+        def take(copies: list[Commit], slots: list[int]) -> None:
             late = self._round != round_
             for slot in slots if late else self.slots:
                 os.close(slot)
@@ -109,7 +110,7 @@ class Held:
                 return
             self.copies = copies
             self.slots = slots
-            self.run_id = copies[-1]["run_id"] if copies else ""
+            self.run_id = copies[-1].run_id if copies else ""
             done()
 
         fetch(self._loop, self._locate(address), self._token, rank, numbers, take)
@@ -118,13 +119,13 @@ class Held:
         if self.keeper is None or (self._sender is None and not self._alone):
             return
         for copy in self.copies:
-            if copy["commit"] <= self._sent:
+            if copy.number <= self._sent:
                 continue
-            self._sent = copy["commit"]
+            self._sent = copy.number
             if self._sender is None:
-                self._kept(copy["commit"])
+                self._kept(copy.number)
             else:
-                self._sender.put(copy, self.slots[copy["slot"]])
+                self._sender.put(copy, self.slots[copy.slot])
 
-    def _locate(self, address: list[Any]) -> Address:
+    def _locate(self, address: Address) -> Address:
         return address[0] or self._hub, address[1]

@@ -1,11 +1,6 @@
 """The guard of rank 0 decides for all guards: when a round is broken, which copy all go back to, when the run ends.
 
 Every guard, also that of rank 0, has one connection to it. Standard library only.
-
-Messages of a guard: {"hello": rank or -1, "token", "network", "port" of its keeper}; {"broken": round, "cause",
-"died"}; {"killed": round, "held": [[number, step], ...], "kept": {rank: the same}}; {"done": round}; {"final": code}.
-Of the hub: {"break": round}; {"go": round, ...}; {"buddy": [host, port] or null}; {"end": code, "kill", "why"};
-{"stand_in": true}.
 """
 
 from __future__ import annotations
@@ -16,10 +11,11 @@ import socket
 import time
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from megalite.core.base.log import env_int, unfinished_code
-from megalite.runtime.recover.messages import EventLoop, Link
+from megalite.runtime.recover import messages
+from megalite.runtime.recover.connections import EventLoop, Link, is_token
 from megalite.runtime.recover.peers import Peer, buddies, find_copies
 from megalite.runtime.recover.processes import say
 
@@ -34,6 +30,21 @@ UNFINISHED = 75
 
 # What the guard of rank 0 says once guards take the place of each other; launchers look for it.
 MET = "all ranks have met"
+
+
+class _Failure(NamedTuple):
+    """First failure of a round that is broken.
+
+    Attributes:
+        rank: of the guard that has told of it.
+        dead: all ranks that have died in the round.
+        died: when it was told of, as `time.monotonic`.
+    """
+
+    rank: int
+    dead: set[int]
+    cause: str
+    died: float
 
 
 class Hub:
@@ -74,7 +85,7 @@ class Hub:
         self._ended = False
         # Whether some ranks are on hosts that have no device for them.
         self._stood_in = False
-        self._broken: dict[str, Any] | None = None
+        self._broken: _Failure | None = None
         self._done: set[int] = set()
         # Ranks whose guards have not yet said, since the round is broken, which copies there are; and those that have
         # lost their guards since.
@@ -87,13 +98,12 @@ class Hub:
             link = Link(self._loop, self._server.accept()[0], lambda _: None)
             link.heard = lambda message: self._introduce(link, message)
 
-    def _introduce(self, link: Link, message: dict[str, Any] | None) -> None:
+    def _introduce(self, link: Link, message: messages.Message | None) -> None:
         """Take in a guard that knows the token; hang up on anybody else."""
-        token = str((message or {}).get("token")).encode(errors="replace")
-        if message is None or not secrets.compare_digest(token, self.token.encode()):
+        if not (isinstance(message, messages.Hello) and is_token(message.token, self.token)):
             link.close()
             return
-        peer = Peer(link, int(message["hello"]), message.get("port", 0), message.get("network", ""))
+        peer = Peer(link, message.rank, message.port, message.network)
         link.heard = lambda message: self._hear(peer, message)
         if peer.rank < 0:
             self._reserves.append(peer)
@@ -101,45 +111,45 @@ class Hub:
         else:
             self._guards[peer.rank] = peer
         if self._broken is not None:
-            link.send({"break": self._round})
+            link.send(messages.Break(self._round))
             self._fill_vacancies()
         elif self._elsewhere and peer.rank >= 0 and len(self._guards) == self._world:
             for rank, address in enumerate(self._addresses_of_buddies()):
-                self._guards[rank].link.send({"buddy": address})
+                self._guards[rank].link.send(messages.Buddy(address))
             say(0, f"{MET}: the loss of a host does not end the run at once from here on")
 
-    def _addresses_of_buddies(self) -> list[list[Any] | None]:
+    def _addresses_of_buddies(self) -> list[messages.Address | None]:
         found = buddies([self._guards[rank].network for rank in range(self._world)]) if self._elsewhere else []
         return [None if buddy is None else self._address(self._guards[buddy]) for buddy in found]
 
     @staticmethod
-    def _address(peer: Peer) -> list[Any]:
+    def _address(peer: Peer) -> messages.Address:
         """Where a guard's keeper is: at the hub's host, "" for short, if the guard is there itself."""
-        return ["" if peer.link.peer.startswith(("127.", "::1")) else peer.link.peer, peer.port]
+        return "" if peer.link.peer.startswith(("127.", "::1")) else peer.link.peer, peer.port
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _tell(self, message: messages.FromHub) -> None:
         for peer in [*self._guards.values(), *self._reserves]:
             peer.link.send(message)
 
-    def _hear(self, peer: Peer, message: dict[str, Any] | None) -> None:
+    def _hear(self, peer: Peer, message: messages.Message | None) -> None:
         if self._ended:
             return
-        if message is None:
-            self._lose(peer)
-        elif "final" in message:
-            self._end(message["final"], "")
-        elif message.get("broken") == self._round:
-            self._break(peer.rank, message)
-        elif message.get("killed") == self._round:
-            peer.held = {(number, step) for number, step in message["held"]}
-            kept = message.get("kept", {}).items()
-            peer.kept = {int(rank): {(number, step) for number, step in held} for rank, held in kept}
-            self._silent.discard(peer.rank)
-            self._go_if_all_are_dead()
-        elif message.get("done") == self._round and self._broken is None:
-            self._done.add(peer.rank)
-            if len(self._done) == self._world:
-                self._end(0, "")
+        match message:
+            case None:
+                self._lose(peer)
+            case messages.Final():
+                self._end(message.code, "")
+            case messages.Broken() if message.round == self._round:
+                self._break(peer.rank, message.cause, message.died)
+            case messages.Killed() if message.round == self._round:
+                peer.held = {(number, step) for number, step in message.held}
+                peer.kept = {rank: {(number, step) for number, step in held} for rank, held in message.kept}
+                self._silent.discard(peer.rank)
+                self._go_if_all_are_dead()
+            case messages.Done() if message.round == self._round and self._broken is None:
+                self._done.add(peer.rank)
+                if len(self._done) == self._world:
+                    self._end(0, "")
 
     def _lose(self, peer: Peer) -> None:
         """A guard is gone, with all that it guarded: have a reserve be its rank."""
@@ -156,7 +166,7 @@ class Hub:
             return
         del self._guards[peer.rank]
         self._vacant.append(peer.rank)
-        self._break(peer.rank, {"cause": f"rank {peer.rank} is gone with its host or its guard", "died": True})
+        self._break(peer.rank, f"rank {peer.rank} is gone with its host or its guard", died=True)
         self._silent.add(peer.rank)
         self._lost.add(peer.rank)
         if self._patience and not self._reserves:
@@ -172,19 +182,18 @@ class Hub:
                 self._silent.discard(rank)
         self._go_if_all_are_dead()
 
-    def _break(self, rank: int, message: dict[str, Any]) -> None:
-        """Have all trainers killed; what is broken meanwhile is part of it."""
-        dead = {rank} if message["died"] else set()
+    def _break(self, rank: int, cause: str, died: bool) -> None:
+        """Let all trainers be killed; what is broken meanwhile is part of it."""
+        dead = {rank} if died else set()
         if self._broken is not None:
-            self._broken["dead"] |= dead
+            self._broken.dead.update(dead)
             return
-        cause = message["cause"]
-        self._broken = {"rank": rank, "dead": dead, "cause": cause, "died": time.monotonic()}
+        self._broken = _Failure(rank, dead, cause, time.monotonic())
         self._silent, self._lost = set(range(self._world)), set()
         if self._gave_up:
             self._end_unfinished(f"{cause} while the last state was being saved")
             return
-        self._tell({"break": self._round})
+        self._tell(messages.Break(self._round))
         longest = max(_GATHER_S, self._patience)
         for seconds in {_GATHER_S, longest}:
             self._loop.after(seconds, partial(self._give_up_waiting, self._round, seconds == longest))
@@ -210,11 +219,11 @@ class Hub:
         self._gave_up, self._stood_in = "no rank is left in reserve", True
         if lost or not common:
             what = f"copies of ranks {lost}" if lost else "a copy of a step that all ranks have"
-            self._end(1, f"{self._broken['cause']}; {self._gave_up}, and nobody has {what}", kill=True)
+            self._end(1, f"{self._broken.cause}; {self._gave_up}, and nobody has {what}", kill=True)
             return
         self._expected = len(self._vacant)
         for rank in self._vacant:
-            keepers[rank].link.send({"stand_in": True})
+            keepers[rank].link.send(messages.StandIn())
         self._loop.after(_GATHER_S, partial(self._give_up_waiting, self._round))
 
     def _go_if_all_are_dead(self) -> None:
@@ -228,8 +237,7 @@ class Hub:
             return
         common, keepers = find_copies(self._guards, self._world)
         # Where nobody has died, who lost a connection counts.
-        ranks = sorted(self._broken["dead"]) or [self._broken["rank"]]
-        cause, died = self._broken["cause"], self._broken["died"]
+        ranks = sorted(self._broken.dead) or [self._broken.rank]
         for rank in ranks:
             at = (rank, common[0][1] if common else -1)
             self._deaths[at] += 1
@@ -239,22 +247,29 @@ class Hub:
         if not self._gave_up and self._recoveries > self._limit:
             self._gave_up = f"there were more than --max-recoveries {self._limit} recoveries"
         if self._gave_up and not common:
-            self._end_unfinished(f"{cause}; {self._gave_up}, and there is no state to save")
+            self._end_unfinished(f"{self._broken.cause}; {self._gave_up}, and there is no state to save")
             return
-        said = {"ranks": ranks, "cause": cause, "died": died, "gone": time.monotonic(), "gave_up": self._gave_up}
-        said |= {"numbers": [number for number, _ in common], "cpu": self._stood_in}
-        self._go(said, keepers if common else {})
+        go = messages.Go(
+            round=self._round + 1,
+            numbers=[number for number, _ in common],
+            ranks=ranks,
+            cause=self._broken.cause,
+            died=self._broken.died,
+            gone=time.monotonic(),
+            gave_up=self._gave_up,
+            on_cpu=self._stood_in,
+        )
+        self._go(go, keepers if common else {})
 
-    def _go(self, said: dict[str, Any], keepers: dict[int, Peer]) -> None:
-        self._round = self._round + 1
+    def _go(self, go: messages.Go, keepers: dict[int, Peer]) -> None:
+        self._round = go.round
         self._broken = None
         self._done = set()
-        said = {"go": self._round, **said}
         for rank, address in enumerate(self._addresses_of_buddies() or [None] * self._world):
             fetch = self._address(keepers[rank]) if rank in keepers else None
-            self._guards[rank].link.send({**said, "rank": rank, "buddy": address, "fetch": fetch})
+            self._guards[rank].link.send(go._replace(rank=rank, buddy=address, fetch=fetch))
         for reserve in self._reserves:
-            reserve.link.send(said)
+            reserve.link.send(go)
         for peer in [*self._guards.values(), *self._reserves]:
             peer.held = peer.kept = None
 
@@ -266,4 +281,4 @@ class Hub:
         # Nobody takes this hub for that of the next attempt.
         self._loop.forget(self._server.fileno())
         self._server.close()
-        self._tell({"end": code, "why": why, "kill": kill})
+        self._tell(messages.End(code, why, kill))

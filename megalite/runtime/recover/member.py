@@ -9,15 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 from megalite.core.base.errors import require
 from megalite.core.base.log import env_int, take_rank
 from megalite.runtime.base.child import readable, signal_when_parent_dies
-from megalite.runtime.recover.messages import Packets
+from megalite.runtime.recover import messages
+from megalite.runtime.recover.connections import Packets
 
 # A death is known to all guards within a fraction of a second.
 _DOUBT_S = 2.0
+
+_T = TypeVar("_T", bound=messages.Message)
 
 
 def become_guard(spares: int = 0) -> NoReturn:
@@ -91,45 +94,26 @@ class Companion:
     """Guard of a process, as the run sees it; of this class itself it is nobody, and all answers are neutral.
 
     Attributes:
-        turn: what the guard said when this process became the rank: "turn" (number of the round), "copies", and from
-            the second round on "rank", which it is to be, "ranks" and "cause" of the death, and when it "died" and
-            all were "gone" (seconds of `time.monotonic` on rank 0's host); "gave_up" says why only a save is left to
-            do, "cpu" whether it is done there; when the run "began" on this host, and its "run_id"; "spares", the
-            number of ranks in reserve.
+        turn: the guard's word that this process is the rank.
         met: when all processes had met, as `time.monotonic`.
     """
 
     def __init__(self) -> None:
-        self.turn: dict[str, Any] = {}
+        self.turn = messages.Turn()
         self.met = 0.0
 
     @property
     def round(self) -> int:
         """Number of recoveries before this process."""
-        return int(self.turn.get("turn", 0))
-
-    @property
-    def run_id(self) -> str:
-        """ID of the run that this process continues; "" for a new one, and where this rank has no copies of it."""
-        return str(self.turn.get("run_id", ""))
-
-    @property
-    def gave_up(self) -> str:
-        """Why recoveries are used up, so that nothing is left to do but a save; "" where they are not."""
-        return str(self.turn.get("gave_up", ""))
-
-    @property
-    def saves_on_cpu(self) -> bool:
-        """Whether that save is made on the CPU."""
-        return bool(self.turn.get("cpu"))
+        return self.turn.go.round
 
     @property
     def began(self) -> float:
         """When the first process of this rank began to train, as `time.monotonic`; now, if this is the first."""
-        return float(self.turn.get("began", 0.0)) or time.monotonic()
+        return self.turn.began or time.monotonic()
 
-    def ready(self) -> None:
-        """Say that SIGTERM is a request to save and stop from here on."""
+    def say(self, message: messages.FromTrainer) -> None:
+        """Send the guard a message that has no answer."""
 
     def leaving(self, done: bool = True) -> None:
         """Say that all is done and nobody watches this process any more: if it does not end by itself, kill it.
@@ -171,21 +155,22 @@ class GuardedRank(Companion):
                 may have begun, and its place be taken. Returns what `meet` takes, "" if the run has not begun.
             rehearse: called if the turn does not come at once.
         """
-        self._packets.send({"here": True})
-        message, self.slots = self._receive("wait", "turn")
-        first = message.get("turn") == 0 and message["spares"] > 0
-        if (first or message.get("alone")) and (hub := find_hub(not first)):
+        self.say(messages.Here())
+        told, self.slots = self._receive(messages.Wait, messages.Turn)
+        first = isinstance(told, messages.Turn) and told.go.round == 0 and told.spares > 0
+        alone = isinstance(told, messages.Wait) and told.alone
+        if hub := find_hub(not first) if first or alone else "":
             self.meet(-1, hub, elsewhere=True)
-            message = {"wait": True}
-        if "wait" in message:
+        if hub or not isinstance(told, messages.Turn):
             rehearse()
-            message, self.slots = self._receive("turn")
-        self.turn = message
-        if "rank" in message:
-            take_rank(message["rank"])
+            self.turn, self.slots = self._receive(messages.Turn)
+        else:
+            self.turn = told
+        if self.turn.go.rank >= 0:
+            take_rank(self.turn.go.rank)
 
     def host(self, world: int, limit: int, alone: bool, elsewhere: bool) -> str:
-        """On rank 0: have the guard be the hub of all guards.
+        """On rank 0: make the guard the hub of all guards.
 
         Args:
             world: number of ranks.
@@ -196,61 +181,53 @@ class GuardedRank(Companion):
         Returns:
             Its port, and the token that the others need.
         """
-        self._packets.send({"listen": world, "limit": limit, "alone": alone, "elsewhere": elsewhere})
-        message, _ = self._receive("port")
-        return f"{message['port']} {message['token']}"
+        self.say(messages.Listen(world, limit, alone, elsewhere))
+        hub, _ = self._receive(messages.Listening)
+        return f"{hub.port} {hub.token}"
 
     def meet(self, rank: int, hub: str, elsewhere: bool) -> None:
-        """Have the guard connect to the hub, of which `hub` names host, port and token; rank -1 waits in reserve."""
+        """Connect the guard to the hub, of which `hub` names host, port and token; rank -1 waits in reserve."""
         host, port, token = hub.split()
-        self._packets.send({"meet": rank, "host": host, "port": int(port), "token": token, "elsewhere": elsewhere})
+        self.say(messages.Meet(rank, host, int(port), token, elsewhere))
 
-    def ready(self) -> None:
-        self._packets.send({"ready": True})
+    def say(self, message: messages.FromTrainer) -> None:
+        self._packets.send(message)
 
     def leaving(self, done: bool = True) -> None:
-        self._packets.send({"leaving": time.monotonic() if done else 0.0})
+        self.say(messages.Leaving(time.monotonic() if done else 0.0))
 
     def keep(self, slots: list[int]) -> None:
         """Give the guard memory for copies."""
         self.slots = slots
-        self._packets.send({"slots": True}, slots)
-
-    def commit(self, copy: dict[str, Any]) -> None:
-        """Say that a copy is whole."""
-        self._packets.send(copy)
-
-    def void(self, number: int) -> None:
-        """Say that a copy is about to be written over."""
-        self._packets.send({"void": number})
+        self._packets.send(messages.Slots(), slots)
 
     def wait_kept(self, number: int) -> None:
         """Wait until a copy is whole on another host, or the run ends."""
         while self._kept < number and not self._end:
-            self._receive("kept", "end")
-
-    def loaded(self, number: int) -> None:
-        """Say from which copy the run goes on (-1: none): later ones are void."""
-        self._packets.send({"loaded": number})
+            self._receive(messages.Kept, messages.Leave)
 
     def lost_a_peer(self) -> None:
-        self._packets.send({"lost": True})
+        self.say(messages.Lost())
         if not self._end:
-            self._receive("end")
+            self._receive(messages.Leave)
 
     def may_be_killed(self) -> None:
         until = time.monotonic() + _DOUBT_S
         while not self._end and readable(self._packets.socket.fileno(), max(0.0, until - time.monotonic())):
-            self._receive("kept", "end")
+            self._receive(messages.Kept, messages.Leave)
 
-    def _receive(self, *wanted: str) -> tuple[dict[str, Any], list[int]]:
-        """Wait for a message with one of these keys."""
+    def _receive(self, *wanted: type[_T]) -> tuple[_T, list[int]]:
+        """Wait for a message of one of these types."""
         while True:
             packet = self._packets.receive()
             if packet is None:
                 # It died before the kernel knew whom to kill with it.
                 os._exit(1)
-            message = packet[0]
-            self._kept, self._end = message.get("kept", self._kept), self._end or "end" in message
-            if any(key in message for key in wanted):
-                return packet
+            message, descriptors = packet
+            match message:
+                case messages.Kept():
+                    self._kept = message.number
+                case messages.Leave():
+                    self._end = True
+            if isinstance(message, wanted):
+                return message, descriptors

@@ -1,173 +1,307 @@
-"""What guards talk through: an event loop, messages with descriptors, messages over TCP. Standard library only."""
+"""Messages between trainers, guards and the hub, a type each, and their one codec. Standard library only.
+
+Named tuples, as a guard starts in some 20 ms: dataclasses would take as long again to be made.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import queue
-import selectors
-import socket
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple, get_args
 
-from megalite.runtime.base.child import readable
 from megalite.runtime.base.untrusted import BadFile, parse_json
 
-# Far above any message, which are a line each.
-MAX_MESSAGE = 1 << 16
+Address = tuple[str, int]
+"""Host and port of a keeper; the host is "" where it is the hub's."""
+
+Copy = tuple[int, int]
+"""Number and step of a copy."""
+
+# --------------------------------------------------------------------------------- of a trainer or standby to its guard
 
 
-# A host that is gone without a word is noticed within 15 s.
-_IDLE_S = 5
-_PROBE_S = 2
-_PROBES = 5
+class Here(NamedTuple):
+    """All is imported: the process waits for its turn."""
 
 
-def network() -> str:
-    """Name the network stack that this process uses: two hosts, or two containers, have different ones."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+class Listen(NamedTuple):
+    """The guard is to be the hub; the fields are those of `GuardedRank.host`."""
+
+    world: int
+    limit: int
+    alone: bool
+    elsewhere: bool
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel find out whether the other side of a TCP connection is still there (Linux)."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    # The same for what was sent and not acknowledged, which would be repeated for a quarter of an hour.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE_S + _PROBE_S * _PROBES))
+class Meet(NamedTuple):
+    """The guard is to connect to the hub, as that of a rank, or with -1 in reserve."""
+
+    rank: int
+    host: str
+    port: int
+    token: str
+    elsewhere: bool
 
 
-class EventLoop:
-    """Calls back when a descriptor is readable, after a time, and as another thread says."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._timers: list[tuple[float, Callable[[], None]]] = []
-        self._posted: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._woken, self._wake = socket.socketpair()
-        self.watch(self._woken.fileno(), self._take_posted)
-
-    def post(self, callback: Callable[[], object]) -> None:
-        """Call back once, at the next turn. Threads may call it."""
-        self._posted.put(callback)
-        self._wake.send(b"0")
-
-    def _take_posted(self) -> None:
-        self._woken.recv(1)
-        self._posted.get()()
-
-    def watch(self, descriptor: int, callback: Callable[[], object]) -> None:
-        """Call back whenever the descriptor is readable or closed at its other end."""
-        self._selector.register(descriptor, selectors.EVENT_READ, callback)
-
-    def forget(self, descriptor: int) -> None:
-        """Call back no more; before the descriptor is closed."""
-        self._selector.unregister(descriptor)
-
-    def after(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call back once, after this time."""
-        self._timers.append((time.monotonic() + seconds, callback))
-
-    def turn(self) -> None:
-        """Wait for what comes next, and call back."""
-        first = min((when for when, _ in self._timers), default=None)
-        events = self._selector.select(None if first is None else max(0.0, first - time.monotonic()))
-        for key, _ in events:
-            # An earlier callback may have closed it.
-            if self._selector.get_map().get(key.fd) is key:
-                key.data()
-        now = time.monotonic()
-        due = [callback for when, callback in self._timers if when <= now]
-        self._timers = [timer for timer in self._timers if timer[0] > now]
-        for callback in due:
-            callback()
+class Ready(NamedTuple):
+    """SIGTERM is a request to save and stop from here on."""
 
 
-class Packets:
-    """Messages with file descriptors between a guard and a process of its own: each arrives whole or not at all.
+class Leaving(NamedTuple):
+    """All is done since this time; 0: there is more to do."""
 
-    Args:
-        descriptor: one end of a pair of sockets of type SOCK_SEQPACKET.
+    since: float
+
+
+class Slots(NamedTuple):
+    """Memory for copies comes with this, as descriptors."""
+
+
+class Commit(NamedTuple):
+    """Copy `number`, of the state after `step`, is whole.
+
+    Attributes:
+        slot: index of the memory that it is in.
+        room: bytes of a slot.
+        bytes: those that it takes, from the slot's beginning.
+        crc: of the JSON in it.
+        run_id: of the run whose state it is.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self.socket = socket.socket(fileno=descriptor)
-
-    def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send a message; one that nobody will read is dropped."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self.socket, [json.dumps(message).encode()], list(descriptors))
-
-    def receive(self, wait: bool = True) -> tuple[dict[str, Any], list[int]] | None:
-        """Return a message and its descriptors; None when the other side is gone or (without `wait`) silent."""
-        # `recv_fds` ignores its flags, and a process that the other side has forked may keep its end open.
-        if not (wait or readable(self.socket.fileno(), 0)):
-            return None
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self.socket, MAX_MESSAGE, 4)
-        except ConnectionResetError:
-            return None
-        return (json.loads(data), descriptors) if data else None
+    number: int
+    step: int
+    slot: int
+    room: int
+    bytes: int
+    crc: int
+    run_id: str
 
 
-class Link:
-    """Messages between guards over TCP, a line of JSON each.
+class Void(NamedTuple):
+    """Copy `number` is about to be written over."""
 
-    Args:
-        loop: where it is read.
-        connection: the connected socket.
-        heard: called with each message, and with None when the other side is gone.
+    number: int
+
+
+class Loaded(NamedTuple):
+    """The run goes on from copy `number`, or with -1 from none: later ones are void."""
+
+    number: int
+
+
+class Lost(NamedTuple):
+    """The connection to another rank is lost."""
+
+
+# ------------------------------------------------------------------------------------------------ of a guard to the hub
+
+
+class Hello(NamedTuple):
+    """First words of a guard.
+
+    Attributes:
+        rank: -1 in reserve.
+        token: of the hub.
+        network: stack that the guard's host uses.
+        port: of the guard's keeper; 0 without one.
     """
 
-    def __init__(
-        self, loop: EventLoop, connection: socket.socket, heard: Callable[[dict[str, Any] | None], None]
-    ) -> None:
-        self._loop = loop
-        self._socket = connection
-        self.heard = heard
-        self._part = b""
-        connection.settimeout(10.0)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(connection)
-        # As the other side reaches this one, if it is not on this host.
-        self.peer = connection.getpeername()[0].removeprefix("::ffff:")
-        loop.watch(connection.fileno(), self._read)
+    rank: int
+    token: str
+    network: str
+    port: int = 0
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message; whether the other side is gone shows when it is read."""
-        with contextlib.suppress(OSError):
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def close(self) -> None:
-        """Hang up. May be called more than once."""
-        if self._socket.fileno() >= 0:
-            self._loop.forget(self._socket.fileno())
-            self._socket.close()
+class Broken(NamedTuple):
+    """A round is broken, as the rank died, or lost a connection."""
 
-    def _read(self) -> None:
-        try:
-            data = self._socket.recv(MAX_MESSAGE)
-        except OSError:
-            data = b""
-        *lines, self._part = (self._part + data).split(b"\n")
-        if not data or len(self._part) > MAX_MESSAGE:
-            self.close()
-            self.heard(None)
-            return
-        for line in lines:
-            if self._socket.fileno() < 0:
-                return
-            try:
-                message = parse_json(line)
-            except BadFile:
-                message = None
-            if not isinstance(message, dict):
-                # No guard says this.
-                self.close()
-                self.heard(None)
-                return
-            self.heard(message)
+    round: int
+    cause: str
+    died: bool
+
+
+class Killed(NamedTuple):
+    """Nothing of the rank trains any more.
+
+    Attributes:
+        held: copies of the rank.
+        kept: copies of other ranks, each with its rank.
+    """
+
+    round: int
+    held: Sequence[Copy]
+    kept: Sequence[tuple[int, Sequence[Copy]]]
+
+
+class Done(NamedTuple):
+    """The trainer has ended, with all done."""
+
+    round: int
+
+
+class Final(NamedTuple):
+    """The trainer has ended with the code of an error."""
+
+    code: int
+
+
+# ------------------------------------------------------------------------------------------------ of the hub to a guard
+
+
+class Break(NamedTuple):
+    """A round is broken: trainers are killed."""
+
+    round: int
+
+
+class Go(NamedTuple):
+    """A round begins.
+
+    Attributes:
+        numbers: of the copies that all ranks have, from one of which the run goes on.
+        ranks: those that died.
+        cause: of the death.
+        died: when, as `time.monotonic` on rank 0's host.
+        gone: when all trainers were gone.
+        gave_up: why only a save is left to do; "" if there is more.
+        on_cpu: whether that save is made on the CPU.
+        rank: of the guard from here on; -1 in reserve.
+        buddy: keeper of the rank's copies from here on; None where copies stay on their host.
+        fetch: keeper that has the rank's copies; None where its guard has them, or there are none.
+    """
+
+    round: int = 0
+    numbers: Sequence[int] = ()
+    ranks: Sequence[int] = ()
+    cause: str = ""
+    died: float = 0.0
+    gone: float = 0.0
+    gave_up: str = ""
+    on_cpu: bool = False
+    rank: int = -1
+    buddy: Address | None = None
+    fetch: Address | None = None
+
+
+class Buddy(NamedTuple):
+    """The keeper at this address gets the rank's copies; None where copies stay on their host."""
+
+    address: Address | None
+
+
+class StandIn(NamedTuple):
+    """One more guard is to be started in reserve."""
+
+
+class End(NamedTuple):
+    """The run ends with a code.
+
+    Attributes:
+        why: for the user; "" if the trainer says it.
+        kill: whether the trainer is not asked to end by itself.
+    """
+
+    code: int
+    why: str
+    kill: bool
+
+
+# --------------------------------------------------------------------------------- of a guard to its trainer or standby
+
+
+class Wait(NamedTuple):
+    """No turn yet; `alone`: the guard does not know the hub."""
+
+    alone: bool = False
+
+
+class Turn(NamedTuple):
+    """The standby is the trainer from here on; its slots come with this, as descriptors.
+
+    Attributes:
+        go: of the round.
+        spares: number of ranks in reserve at the start.
+        copies: the whole ones in the slots.
+        run_id: of the run that they are from; "" without any.
+        began: when the first trainer of the rank was ready, as `time.monotonic`; 0 before.
+    """
+
+    go: Go = Go()
+    spares: int = 0
+    copies: Sequence[Commit] = ()
+    run_id: str = ""
+    began: float = 0.0
+
+
+class Listening(NamedTuple):
+    """The hub can be met."""
+
+    port: int
+    token: str
+
+
+class Kept(NamedTuple):
+    """Copy `number` is whole on another host; a keeper says so to its guard, too."""
+
+    number: int
+
+
+class Leave(NamedTuple):
+    """The run is to end: no kill comes."""
+
+
+# ----------------------------------------------------------------------------- of a guard to another's keeper, and back
+
+
+class Keep(NamedTuple):
+    """Copies of a rank follow, each a `Commit` and as many bytes; the answers are a `Have`, and a `Kept` for each."""
+
+    token: str
+    rank: int
+    round: int
+
+
+class Fetch(NamedTuple):
+    """Copies of a rank with these numbers are to be sent, each a `Commit` and as many bytes."""
+
+    token: str
+    rank: int
+    numbers: Sequence[int]
+
+
+class Have(NamedTuple):
+    """Number and crc of each copy that is there."""
+
+    copies: Sequence[tuple[int, int]]
+
+
+FromTrainer = Here | Listen | Meet | Ready | Leaving | Slots | Commit | Void | Loaded | Lost
+ToTrainer = Wait | Turn | Listening | Kept | Leave
+FromGuard = Hello | Broken | Killed | Done | Final
+FromHub = Break | Go | Buddy | StandIn | End
+WithKeeper = Keep | Fetch | Have | Commit | Kept
+Message = FromTrainer | ToTrainer | FromGuard | FromHub | WithKeeper
+
+_KINDS: dict[str, Callable[..., Message]] = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as one line of JSON, without its end: name of the type, then fields."""
+    return json.dumps([type(message).__name__, *message]).encode()
+
+
+def decode(line: bytes) -> Message:
+    """Return the message that a line is; sequences in it are lists.
+
+    Raises:
+        BadFile: no guard says this.
+    """
+    try:
+        name, *fields = parse_json(line)
+        message = _KINDS[name](*fields)
+        if isinstance(message, Turn):
+            copies = [Commit(*copy) for copy in message.copies]
+            return message._replace(go=Go(*message.go), copies=copies)
+        return message
+    except (TypeError, ValueError, KeyError):
+        raise BadFile("is no message of a guard") from None

@@ -2,33 +2,29 @@
 
 All of it happens in threads beside the guard's event loop, and over TCP. Standard library only.
 
-A connection begins with {"token", "keep": rank, "round"} or {"token", "fetch": rank, "numbers": [...]}. The first is
-answered with {"have": [[number, crc], ...]}. A copy is a line, what a commit says of it (see `guard`) with "room", the
-bytes of a slot, and after it "bytes" bytes, the beginning of the slot. Its keeper answers {"kept": number}.
+A connection begins with a `Keep` or a `Fetch`. A copy is a line, its `Commit`, and after it the beginning of the slot.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
-import os
 import queue
-import secrets
 import socket
 import threading
-from collections.abc import Callable
-from typing import IO, Any
+from collections.abc import Callable, Sequence
+from typing import IO, TypeVar
 
 from megalite.runtime.base.child import free_memory, shared_memory
-from megalite.runtime.base.untrusted import BadFile, parse_json
-from megalite.runtime.recover.messages import MAX_MESSAGE, EventLoop, keep_alive
+from megalite.runtime.base.untrusted import BadFile
+from megalite.runtime.recover.connections import MAX_MESSAGE, EventLoop, is_token, keep_alive
+from megalite.runtime.recover.messages import Address, Commit, Copy, Fetch, Have, Keep, Kept, Message, decode, encode
 
 NUM_SLOTS = 3
 # A guard that says nothing for so long, where it should, does not work any more.
 _SILENT_S = 30.0
 
-Address = tuple[str, int]
+_T = TypeVar("_T", Have, Kept)
 
 
 def first_number(round_: int) -> int:
@@ -41,9 +37,9 @@ def make_slots(room: int) -> list[int]:
     return [shared_memory(f"copy_{i}", room) for i in range(NUM_SLOTS)]
 
 
-def free_slot(copies: list[dict[str, Any]]) -> int:
+def free_slot(copies: Sequence[Commit]) -> int:
     """Return the index of a slot that no copy is in."""
-    return next(i for i in range(NUM_SLOTS) if i not in {copy["slot"] for copy in copies})
+    return next(i for i in range(NUM_SLOTS) if i not in {copy.slot for copy in copies})
 
 
 class _Ward:
@@ -59,7 +55,7 @@ class _Ward:
 
     def __init__(self) -> None:
         self.memory: list[mmap.mmap] = []
-        self.copies: list[dict[str, Any]] = []
+        self.copies: list[Commit] = []
         self.round = self.readers = 0
         self.connection: socket.socket | None = None
         self.writing = threading.Lock()
@@ -82,16 +78,16 @@ class Keeper:
         self.port = self._server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def held(self) -> dict[int, list[tuple[int, int]]]:
+    def held(self) -> dict[int, list[Copy]]:
         """Return number and step of the copies that are whole, by rank."""
         with self._lock:
-            return {rank: [(copy["commit"], copy["step"]) for copy in w.copies] for rank, w in self._wards.items()}
+            return {rank: [(copy.number, copy.step) for copy in w.copies] for rank, w in self._wards.items()}
 
     def forget(self, stale: Callable[[int], bool]) -> None:
         """Drop copies with such numbers, and the memory of ranks that have none left and send none."""
         with self._lock:
             for rank, ward in list(self._wards.items()):
-                ward.copies = [copy for copy in ward.copies if not stale(copy["commit"])]
+                ward.copies = [copy for copy in ward.copies if not stale(copy.number)]
                 if not ward.copies and ward.connection is None and not ward.readers:
                     free_memory(self._wards.pop(rank).memory)
 
@@ -109,15 +105,14 @@ class Keeper:
             connection.settimeout(_SILENT_S)
             keep_alive(connection)
             stream = connection.makefile("rb")
-            asked = _read_line(stream) or {}
-            token = str(asked.get("token")).encode(errors="replace")
-            if not secrets.compare_digest(token, self._token.encode()):
+            asked = _read_line(stream)
+            if not (isinstance(asked, Fetch | Keep) and is_token(asked.token, self._token)):
                 return
             connection.settimeout(None)
-            if "fetch" in asked:
-                self._hand_out(connection, asked["fetch"], asked["numbers"])
-            elif "keep" in asked:
-                self._keep(asked["keep"], asked["round"], connection, stream)
+            if isinstance(asked, Fetch):
+                self._hand_out(connection, asked.rank, asked.numbers)
+            else:
+                self._keep(asked.rank, asked.round, connection, stream)
 
     def _keep(self, rank: int, round_: int, connection: socket.socket, stream: IO[bytes]) -> None:
         with self._lock:
@@ -132,33 +127,33 @@ class Keeper:
             _shut(before)
         with ward.writing:
             try:
-                _send_line(connection, {"have": [[copy["commit"], copy["crc"]] for copy in ward.copies]})
-                while (copy := _read_line(stream)) is not None:
+                _send_line(connection, Have([(copy.number, copy.crc) for copy in ward.copies]))
+                while isinstance(copy := _read_line(stream), Commit):
                     self._take_in(ward, copy, stream)
-                    _send_line(connection, {"kept": copy["commit"]})
+                    _send_line(connection, Kept(copy.number))
             finally:
                 with self._lock:
                     ward.connection = None if ward.connection is connection else ward.connection
 
-    def _take_in(self, ward: _Ward, copy: dict[str, Any], stream: IO[bytes]) -> None:
+    def _take_in(self, ward: _Ward, copy: Commit, stream: IO[bytes]) -> None:
         with self._lock:
             # Later ones are void: the run has gone back.
-            ward.copies = [kept for kept in ward.copies if kept["commit"] < copy["commit"]][1 - NUM_SLOTS :]
+            ward.copies = [kept for kept in ward.copies if kept.number < copy.number][1 - NUM_SLOTS :]
             slot = free_slot(ward.copies)
-        ward.memory = ward.memory or [mmap.mmap(-1, copy["room"]) for _ in range(NUM_SLOTS)]
-        _fill(ward.memory[slot], copy["bytes"], stream)
+        ward.memory = ward.memory or [mmap.mmap(-1, copy.room) for _ in range(NUM_SLOTS)]
+        _fill(ward.memory[slot], copy.bytes, stream)
         with self._lock:
-            ward.copies.append({**copy, "slot": slot})
+            ward.copies.append(copy._replace(slot=slot))
 
-    def _hand_out(self, connection: socket.socket, rank: int, numbers: list[int]) -> None:
+    def _hand_out(self, connection: socket.socket, rank: int, numbers: Sequence[int]) -> None:
         with self._lock:
             ward = self._wards.get(rank, _Ward())
             ward.readers += 1
-            wanted = [(copy, ward.memory[copy["slot"]]) for copy in ward.copies if copy["commit"] in numbers]
+            wanted = [(copy, ward.memory[copy.slot]) for copy in ward.copies if copy.number in numbers]
         try:
             for copy, memory in wanted:
-                _send_line(connection, {**copy, "room": len(memory)})
-                connection.sendall(memoryview(memory)[: copy["bytes"]])
+                _send_line(connection, copy)
+                connection.sendall(memoryview(memory)[: copy.bytes])
         finally:
             with self._lock:
                 ward.readers -= 1
@@ -189,13 +184,12 @@ class Sender:
         self._loop = loop
         self._kept = kept
         self._failed = failed
-        self._copies: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
+        self._copies: queue.SimpleQueue[tuple[Commit, int] | None] = queue.SimpleQueue()
         self._closed = False
         self._connection: socket.socket | None = None
-        hello = {"token": token, "keep": rank, "round": round_}
-        threading.Thread(target=self._run, args=(address, hello), daemon=True).start()
+        threading.Thread(target=self._run, args=(address, Keep(token, rank, round_)), daemon=True).start()
 
-    def put(self, copy: dict[str, Any], slot: int) -> None:
+    def put(self, copy: Commit, slot: int) -> None:
         """Send a copy, which stays in the slot until `kept` is called."""
         self._copies.put((copy, slot))
 
@@ -206,21 +200,21 @@ class Sender:
         if self._connection is not None:
             _shut(self._connection)
 
-    def _run(self, address: Address, hello: dict[str, Any]) -> None:
+    def _run(self, address: Address, hello: Keep) -> None:
         try:
             with _connect(address, hello) as connection:
                 self._connection = connection
                 answers = connection.makefile("rb")
-                have = _hear(answers)["have"]
+                have = {(number, crc) for number, crc in _hear(answers, Have).copies}
                 while not self._closed and (item := self._copies.get()) is not None:
                     copy, slot = item
                     # One that is there would be overwritten by itself: for as long, nobody would have it.
-                    if [copy["commit"], copy["crc"]] not in have:
-                        _send_line(connection, {**copy, "room": os.fstat(slot).st_size})
+                    if (copy.number, copy.crc) not in have:
+                        _send_line(connection, copy)
                         with open(slot, "rb", closefd=False) as memory:
-                            connection.sendfile(memory, 0, copy["bytes"])
-                        _hear(answers)
-                    self._loop.post(lambda number=copy["commit"]: self._closed or self._kept(number))  # type: ignore[misc]
+                            connection.sendfile(memory, 0, copy.bytes)
+                        _hear(answers, Kept)
+                    self._loop.post(lambda number=copy.number: self._closed or self._kept(number))  # type: ignore[misc]
         except (OSError, BadFile) as e:
             reason = str(e)
             self._loop.post(lambda: self._closed or self._failed(reason))
@@ -231,8 +225,8 @@ def fetch(
     address: Address,
     token: str,
     rank: int,
-    numbers: list[int],
-    done: Callable[[list[dict[str, Any]], list[int]], None],
+    numbers: Sequence[int],
+    done: Callable[[list[Commit], list[int]], None],
 ) -> None:
     """Have a rank's copies brought from the guard that keeps them.
 
@@ -244,24 +238,22 @@ def fetch(
     """
 
     def run() -> None:
-        copies: list[dict[str, Any]] = []
+        copies: list[Commit] = []
         slots: list[int] = []
-        with (
-            contextlib.suppress(OSError, BadFile),
-            _connect(address, {"token": token, "fetch": rank, "numbers": numbers}) as connection,
-        ):
+        hello = Fetch(token, rank, numbers)
+        with contextlib.suppress(OSError, BadFile), _connect(address, hello) as connection:
             stream = connection.makefile("rb")
-            while (copy := _read_line(stream)) is not None:
-                slots = slots or make_slots(copy["room"])
-                with mmap.mmap(slots[len(copies)], copy["bytes"]) as memory:
-                    _fill(memory, copy["bytes"], stream)
-                copies.append({**copy, "slot": len(copies)})
+            while isinstance(copy := _read_line(stream), Commit):
+                slots = slots or make_slots(copy.room)
+                with mmap.mmap(slots[len(copies)], copy.bytes) as memory:
+                    _fill(memory, copy.bytes, stream)
+                copies.append(copy._replace(slot=len(copies)))
         loop.post(lambda: done(copies, slots))
 
     threading.Thread(target=run, daemon=True).start()
 
 
-def _connect(address: Address, hello: dict[str, Any]) -> socket.socket:
+def _connect(address: Address, hello: Keep | Fetch) -> socket.socket:
     connection = socket.create_connection(address, timeout=_SILENT_S)
     keep_alive(connection)
     _send_line(connection, hello)
@@ -274,22 +266,21 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _send_line(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+def _send_line(connection: socket.socket, message: Message) -> None:
+    connection.sendall(encode(message) + b"\n")
 
 
-def _hear(stream: IO[bytes]) -> dict[str, Any]:
-    """Read a message; raises ConnectionError if the other side has hung up."""
-    if (message := _read_line(stream)) is None:
+def _hear(stream: IO[bytes], kind: type[_T]) -> _T:
+    """Read a message of a type; raises ConnectionError if the other side has hung up."""
+    if not isinstance(message := _read_line(stream), kind):
         raise ConnectionError("it has hung up")
     return message
 
 
-def _read_line(stream: IO[bytes]) -> dict[str, Any] | None:
+def _read_line(stream: IO[bytes]) -> Message | None:
     """Read a message; None where the other side has hung up."""
     line = stream.readline(MAX_MESSAGE)
-    message = parse_json(line) if line.endswith(b"\n") else None
-    return message if isinstance(message, dict) else None
+    return decode(line) if line.endswith(b"\n") else None
 
 
 def _fill(memory: mmap.mmap, size: int, stream: IO[bytes]) -> None:

@@ -6,10 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megalite.runtime.recover.messages import Link
-
-# Number and step.
-Copy = tuple[int, int]
+from megalite.runtime.recover.connections import Link
+from megalite.runtime.recover.messages import Copy
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megalite.core.base.console import write_or_drop
 from megalite.runtime.base.child import children, signal_when_parent_dies
-from megalite.runtime.recover.messages import Packets
+from megalite.runtime.recover.connections import Packets
 
 _PR_SET_CHILD_SUBREAPER = 36
 # Half of all memory, as the kernel counts.

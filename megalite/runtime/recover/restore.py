@@ -23,10 +23,10 @@ from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.loop.run import Run
 from megalite.runtime.options.run import Config
+from megalite.runtime.recover.connections import network
 from megalite.runtime.recover.copies import Copies
 from megalite.runtime.recover.hub import LOOPBACK
 from megalite.runtime.recover.member import Companion, GuardedRank
-from megalite.runtime.recover.messages import network
 from megalite.runtime.start.resume import Source
 
 # Key of the launcher's store.
@@ -49,7 +49,7 @@ def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None
     )
     assert isinstance(companion, GuardedRank)
     spares, rule = cfg.run.spare_ranks, "must be known before the ranks start"
-    require(companion.turn["spares"] == spares, f"--spare-ranks {spares}", rule, "give it on the command line")
+    require(companion.turn.spares == spares, f"--spare-ranks {spares}", rule, "give it on the command line")
     if companion.round == 0:
         alone = len(set(gather_texts(network(), ctx.world, ctx.device))) == 1
         elsewhere, offer = cfg.run.recover == "host", ""
@@ -91,7 +91,7 @@ def find_hub(waits: bool) -> str:
 
 def build(cfg: Config, ctx: ParallelContext, companion: Companion) -> Engine[Config]:
     """As `build_engine`; on a CPU that computes nothing, without the kernels that only a GPU has."""
-    if not companion.saves_on_cpu:
+    if not companion.turn.go.on_cpu:
         return build_engine(cfg, ctx)
     train = replace(cfg.train, ops="auto", attention="auto", compile=False, fp8_emulate=cfg.train.fp8 != "off")
     return replace(build_engine(replace(cfg, train=train), ctx), cfg=cfg)
@@ -188,18 +188,15 @@ def record_recovery(run: Run) -> bool:
     companion = run.companion
     if companion.round == 0:
         return False
-    turn, now = companion.turn, time.monotonic()
-    back = f"{turn['cause']}: back to step {run.step}"
+    go, met, now = companion.turn.go, companion.met, time.monotonic()
+    back = f"{go.cause}: back to step {run.step}"
     if run.engine.ctx.rank != 0:
         logger.info(back)  # other hosts' clocks say nothing of when it died
         return True
-    gone = turn["gone"]
-    died = turn["died"]
-    met = companion.met
-    logger.info(f"{back} in {now - died:.1f} s")
-    if turn["gave_up"]:
-        logger.info(f"{turn['gave_up']}: saving, then exiting")
-    seconds = {"end": gone - died, "meet": met - gone, "load": now - met}
-    told = {"round": companion.round, "ranks": turn["ranks"], "cause": turn["cause"], "seconds": seconds}
+    logger.info(f"{back} in {now - go.died:.1f} s")
+    if go.gave_up:
+        logger.info(f"{go.gave_up}: saving, then exiting")
+    seconds = {"end": go.gone - go.died, "meet": met - go.gone, "load": now - met}
+    told = {"round": go.round, "ranks": go.ranks, "cause": go.cause, "seconds": seconds}
     run.metrics.event("recovery", step=run.step, **told)
     return True

@@ -11,6 +11,7 @@ from megalite.core.mesh.rendezvous import under_torchrun
 from megalite.runtime.base.child import signal_when_parent_dies
 from megalite.runtime.loop.run import Run
 from megalite.runtime.recover.member import Companion, GuardedRank
+from megalite.runtime.recover.messages import Ready
 
 
 def print_stacks() -> None:
@@ -36,4 +37,4 @@ def stop_on_signals(run: Run) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         run.exit_stack.callback(signal.signal, number, signal.signal(number, stop) or signal.SIG_DFL)
-    run.companion.ready()
+    run.companion.say(Ready())

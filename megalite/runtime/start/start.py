@@ -97,7 +97,7 @@ def open_run(
             log_banner(engine)
         heartbeat.beat("set-up: checkpoint", patience=OWN)
         copies = restore.open_copies(engine, companion)
-        run_id = gather_texts(companion.run_id, ctx.world, ctx.device)[0]
+        run_id = gather_texts(companion.turn.run_id, ctx.world, ctx.device)[0]
         checkpointer = _make_checkpointer(cfg, run_dir, ctx, run_id)
         exit_stack.callback(checkpointer.close)
         source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer, copies, companion)

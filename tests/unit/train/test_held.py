@@ -15,8 +15,9 @@ import torch
 
 from megalite.core.mesh.context import ParallelContext
 from megalite.runtime.recover import copies, offsite
+from megalite.runtime.recover.connections import EventLoop
 from megalite.runtime.recover.held import Held
-from megalite.runtime.recover.messages import EventLoop
+from megalite.runtime.recover.messages import Commit, Have, Loaded, Slots, Turn, Void, encode
 from megalite.runtime.recover.offsite import first_number, make_slots
 
 ROOM = 1 << 16
@@ -33,27 +34,26 @@ class Guard:
         self.port = self.held.open("127.0.0.1", "secret") if keeps else 0
 
     def trains(self) -> None:
-        self.held.hear({"slots": True}, make_slots(ROOM))
+        self.held.hear(Slots(), make_slots(ROOM))
 
     def commits(self, number: int, round_: int = 0) -> int:
         """As `Copies.take`, after whose numbers the slots' content is named here."""
-        held = [copy["commit"] for copy in self.held.copies]
+        held = [copy.number for copy in self.held.copies]
         if len(held) == len(self.held.slots):
-            self.held.hear({"void": held[0]}, [])
+            self.held.hear(Void(held[0]), [])
         number, slot = first_number(round_) + number, offsite.free_slot(self.held.copies)
         os.pwrite(self.held.slots[slot], bytes([number % 251]) * 1000, 0)
-        copy = {"commit": number, "step": number, "slot": slot, "crc": number, "bytes": 1000, "run_id": "x"}
-        self.held.hear(copy, [])
+        self.held.hear(Commit(number, number, slot, ROOM, bytes=1000, crc=number, run_id="x"), [])
         return number
 
     def buddy(self, other: Guard) -> None:
-        self.held.find_buddy(self.rank, ["", other.port])
+        self.held.find_buddy(self.rank, ("", other.port))
 
     def has(self) -> list[int]:
-        return [number for number, _ in self.held.answer()["held"]]
+        return [number for number, _ in self.held.answer(0).held]
 
     def keeps(self, rank: int) -> list[int]:
-        return [number for number, _ in self.held.answer()["kept"].get(rank, [])]
+        return [number for number, _ in dict(self.held.answer(0).kept).get(rank, [])]
 
     def until(self, condition: Callable[..., object]) -> None:
         deadline = time.monotonic() + 20
@@ -109,10 +109,10 @@ def test_a_copy_that_is_there_is_not_sent_again() -> None:
     for guard in (mine, other):
         guard.held.go_back(1, [1])
     # It could not be sent: nobody could read it.
-    os.ftruncate(mine.held.slots[mine.held.copies[0]["slot"]], 0)
+    os.ftruncate(mine.held.slots[mine.held.copies[0].slot], 0)
     mine.kept.clear()
     mine.buddy(other)
-    mine.held.hear({"loaded": 1}, [])
+    mine.held.hear(Loaded(1), [])
     mine.until(lambda: mine.kept == [1])
     assert other.keeps(0) == [1]
 
@@ -127,7 +127,7 @@ def test_what_was_not_loaded_is_void_at_its_keeper_too() -> None:
         guard.held.go_back(1, [0, 1])
     mine.buddy(other)
     for guard in (mine, other):
-        guard.held.hear({"loaded": 0}, [])
+        guard.held.hear(Loaded(0), [])
     number = mine.commits(0, round_=1)
     mine.until(lambda: number in mine.kept)
     assert other.keeps(0) == [0, number]
@@ -142,12 +142,12 @@ def test_who_is_late_is_not_obeyed() -> None:
     for guard in (mine, other):
         guard.held.go_back(1, [0])
     mine.buddy(other)
-    mine.held.hear({"loaded": 0}, [])
+    mine.held.hear(Loaded(0), [])
     number = mine.commits(0, round_=1)
     mine.until(lambda: number in mine.kept)
     assert late._connection is None or late._connection.fileno() < 0
     again = offsite.Sender(mine.loop, ("127.0.0.1", other.port), "secret", 0, 0, mine.kept.append, mine.failed.append)
-    again.put({"commit": 1, "step": 1, "slot": 0, "crc": 1, "bytes": 10}, mine.held.slots[0])
+    again.put(Commit(1, step=1, slot=0, room=ROOM, bytes=10, crc=1, run_id="x"), mine.held.slots[0])
     mine.until(lambda: mine.failed)
     assert other.keeps(0) == [0, number]
 
@@ -157,9 +157,9 @@ def test_a_sender_that_is_closed_sends_no_more() -> None:
     mine, size = Guard(0), 1 << 28
     with offsite.socket.create_server(("127.0.0.1", 0)) as server:
         sender = offsite.Sender(mine.loop, server.getsockname(), "secret", 0, 0, mine.kept.append, mine.failed.append)
-        sender.put({"commit": 0, "crc": 0, "bytes": size}, make_slots(size)[0])
+        sender.put(Commit(0, step=0, slot=0, room=size, bytes=size, crc=0, run_id="x"), make_slots(size)[0])
         with server.accept()[0] as connection:
-            connection.sendall(b'{"have": []}\n')
+            connection.sendall(encode(Have([])) + b"\n")
             came = 0
             while came < 10_000:
                 came += len(connection.recv(1000))
@@ -177,7 +177,7 @@ def test_what_a_new_round_brings_before_all_have_heard_of_it_stays() -> None:
     mine.until(lambda: mine.kept == [0])
     mine.held.go_back(1, [])
     mine.buddy(other)
-    mine.held.hear({"loaded": -1}, [])
+    mine.held.hear(Loaded(-1), [])
     number = mine.commits(0, round_=1)
     mine.until(lambda: number in mine.kept)
     other.held.go_back(1, [])
@@ -195,10 +195,10 @@ def test_a_rank_moves_to_another_guard() -> None:
     before, came = slots(), list[int]()
     for guard in (heir, other):
         guard.held.go_back(1, [1, 2])
-    heir.held.fetch(0, ["", other.port], [1, 2], lambda: came.append(1))
+    heir.held.fetch(0, ("", other.port), [1, 2], lambda: came.append(1))
     heir.until(lambda: came)
     assert heir.has() == [1, 2]
-    assert [os.pread(heir.held.slots[copy["slot"]], 2000, 0)[:1000] for copy in heir.held.copies] == [
+    assert [os.pread(heir.held.slots[copy.slot], 2000, 0)[:1000] for copy in heir.held.copies] == [
         bytes([number]) * 1000 for number in (1, 2)
     ]
     assert slots() == before
@@ -208,7 +208,7 @@ def test_a_rank_moves_to_another_guard() -> None:
     heir.until(lambda: other.held.keeper._wards[0].connection is None)
     for number in range(4):
         other.commits(number, round_=1)
-    assert not other.held.answer()["kept"]
+    assert not other.held.answer(0).kept
 
 
 def test_what_is_brought_for_a_round_that_is_over_is_dropped() -> None:
@@ -220,12 +220,12 @@ def test_what_is_brought_for_a_round_that_is_over_is_dropped() -> None:
     heir, came = Guard(-1), list[str]()
     before, running = slots(), threading.enumerate()
     heir.held.go_back(1, [0, 1])
-    heir.held.fetch(0, ["", other.port], [0, 1], lambda: came.append("stale"))
+    heir.held.fetch(0, ("", other.port), [0, 1], lambda: came.append("stale"))
     for thread in set(threading.enumerate()) - {*running}:
         if thread.is_alive():  # the keeper may be about to start one
             thread.join()
     heir.held.go_back(2, [1])
-    heir.held.fetch(0, ["", other.port], [1], lambda: came.append("new"))
+    heir.held.fetch(0, ("", other.port), [1], lambda: came.append("new"))
     heir.until(lambda: came)
     assert slots() == before + offsite.NUM_SLOTS
     assert (came, heir.has()) == (["new"], [1])
@@ -233,8 +233,8 @@ def test_what_is_brought_for_a_round_that_is_over_is_dropped() -> None:
 
 def test_copies_that_another_rank_lacks_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with different lists, of which one had been cut short, used to compare different copies."""
-    flat, told = torch.zeros(4), list[int]()
-    guard: Any = SimpleNamespace(turn={}, round=0, slots=[], commit=lambda copy: None, loaded=told.append)
+    flat, told = torch.zeros(4), list[Any]()
+    guard: Any = SimpleNamespace(turn=Turn(), round=0, slots=[], say=told.append)
     guard.keep = lambda slots: setattr(guard, "slots", slots)
     states: Any = [SimpleNamespace(flat=flat)]
     kept = copies.Copies(guard, states, elsewhere=False)
@@ -245,7 +245,8 @@ def test_copies_that_another_rank_lacks_are_not_loaded(monkeypatch: pytest.Monke
     other = [json.dumps([first_number(0) + 1]), ""]
     monkeypatch.setattr(copies, "gather_texts", lambda text, *_: [text, other.pop(0)])
     assert kept.load(ParallelContext.single()) == []
-    assert (flat.tolist(), told, other) == ([1.0] * 4, [1], [])
+    assert (flat.tolist(), told[-1], other) == ([1.0] * 4, Loaded(1), [])
+    assert [type(said) for said in told] == [Commit, Commit, Loaded]
 
 
 def test_a_keeper_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +254,6 @@ def test_a_keeper_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(offsite, "_SILENT_S", 0.2)
     heir, came = Guard(-1), list[int]()
     with offsite.socket.create_server(("127.0.0.1", 0)) as server:
-        heir.held.fetch(0, ["127.0.0.1", server.getsockname()[1]], [1], lambda: came.append(1))
+        heir.held.fetch(0, ("127.0.0.1", server.getsockname()[1]), [1], lambda: came.append(1))
         heir.until(lambda: came)
     assert heir.has() == []

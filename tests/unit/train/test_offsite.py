@@ -7,11 +7,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from megalite.runtime.recover.messages import EventLoop
+from megalite.runtime.recover.connections import EventLoop
+from megalite.runtime.recover.messages import Commit, Fetch, encode
 from megalite.runtime.recover.offsite import Keeper, Sender, fetch, make_slots
 
 ROOM, USED = 1 << 20, 700_000
@@ -42,17 +42,15 @@ class Ward:
         """Every copy has a byte of its own."""
         slot = number % len(self.slots)
         os.pwrite(self.slots[slot], bytes([number]) * USED, 0)
-        self.sender.put(
-            {"commit": number, "step": 10 * number, "slot": slot, "bytes": USED, "crc": number}, self.slots[slot]
-        )
+        self.sender.put(Commit(number, 10 * number, slot, ROOM, USED, crc=number, run_id="x"), self.slots[slot])
         self.until(lambda: number in self.kept)
 
     def fetch(self, *numbers: int) -> dict[int, bytes]:
         """What the keeper hands out, by number."""
         came: dict[int, bytes] = {}
 
-        def take(copies: list[dict[str, Any]], slots: list[int]) -> None:
-            came.update({copy["commit"]: os.pread(slots[copy["slot"]], ROOM, 0) for copy in copies})
+        def take(copies: list[Commit], slots: list[int]) -> None:
+            came.update({copy.number: os.pread(slots[copy.slot], ROOM, 0) for copy in copies})
             came[-1] = b""
 
         fetch(self.loop, ("127.0.0.1", self.keeper.port), "secret", 3, list(numbers), take)
@@ -104,7 +102,7 @@ def test_memory_is_given_back_once_nobody_reads_it() -> None:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.settimeout(20)
         reader.connect(("127.0.0.1", keeper.port))
-        reader.sendall(b'{"token": "secret", "fetch": 3, "numbers": [1, 2, 3]}\n')
+        reader.sendall(encode(Fetch("secret", 3, [1, 2, 3])) + b"\n")
         ward.until(lambda: kept.readers)
         keeper.forget(lambda _: True)
         stream = reader.makefile("rb")
@@ -119,7 +117,7 @@ def test_memory_is_given_back_once_nobody_reads_it() -> None:
 
 def test_a_guard_is_told_when_its_copies_do_not_arrive() -> None:
     ward = Ward(Keeper("secret"), token="wrong")
-    ward.sender.put({"commit": 1, "step": 1, "slot": 0, "bytes": USED, "crc": 1}, ward.slots[0])
+    ward.sender.put(Commit(1, step=1, slot=0, room=ROOM, bytes=USED, crc=1, run_id="x"), ward.slots[0])
     ward.until(lambda: ward.failed)
     assert not ward.keeper.held()
 
@@ -135,9 +133,10 @@ def test_a_stranger_is_hung_up_on_and_the_next_is_heard(monkeypatch: pytest.Monk
             return stranger.recv(1)
 
     for words in (
-        b'{"token": "\\ud800", "keep": 1}\n',
-        b'{"token": "secret", "fetch": 7, "numbers": [1]}\n',
-        b'{"token": "secret"}\n',
+        b'["Keep", "\\ud800", 1, 0]\n',
+        b'["Fetch", "secret", 7, [1]]\n',
+        b'["Keep", "secret"]\n',
+        b'["Loaded", "secret"]\n',
         b"5\n",
     ):
         assert call(words) == b""

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -27,17 +27,50 @@ from megalite.core.mesh.grid import Grid
 from megalite.runtime.base.child import readable
 from megalite.runtime.recover import guard as guard_module
 from megalite.runtime.recover import processes, restore
+from megalite.runtime.recover.connections import EventLoop, Link, Packets
 from megalite.runtime.recover.guard import Guard
 from megalite.runtime.recover.hub import Hub
 from megalite.runtime.recover.main import reserve
 from megalite.runtime.recover.member import NOBODY, Companion, spare_ranks, survives_hosts
-from megalite.runtime.recover.messages import EventLoop, Link, Packets
+from megalite.runtime.recover.messages import (
+    Break,
+    Broken,
+    Buddy,
+    Commit,
+    Done,
+    End,
+    Final,
+    FromHub,
+    Go,
+    Hello,
+    Here,
+    Killed,
+    Leaving,
+    Meet,
+    Ready,
+    StandIn,
+    Turn,
+    decode,
+    encode,
+)
 from megalite.runtime.recover.peers import buddies
 from megalite.runtime.recover.restore import check_unchanged
 
+T = TypeVar("T", Broken, Done, Final, Killed)
+
 
 @pytest.mark.parametrize(
-    "words", [b"GET / HTTP/1.1\n", b"5\n", b'{"hello": 0}\n', b'{"hello": 0, "token": "\xc3\xa9"}\n']
+    "words",
+    [
+        b"GET / HTTP/1.1\n",
+        *(b"5\n", b"[]\n", b"[[]]\n", b'{"Hello": 0}\n', b'["hello"]\n', b'["Done", 0]\n', b'["Turn", 5]\n'),
+        *(
+            b'["Hello", 0]\n',
+            b'["Hello", 0, "\xc3\xa9", ""]\n',
+            b'["Hello", 0, "\\ud800", ""]\n',
+            b'["Hello", 0, 1, ""]\n',
+        ),
+    ],
 )
 def test_a_stranger_at_the_port_is_hung_up_on(words: bytes) -> None:
     """It used to end the guard of rank 0, and so the run."""
@@ -49,11 +82,11 @@ def test_a_stranger_at_the_port_is_hung_up_on(words: bytes) -> None:
         loop.turn()
         assert stranger.recv(1) == b""
     with socket.create_connection(("localhost", hub.port)) as rank:
-        for message in ({"hello": 0, "token": hub.token}, {"broken": 0, "cause": "", "died": True}):
-            rank.sendall(json.dumps(message).encode() + b"\n")
+        for message in (Hello(0, hub.token, ""), Broken(0, "", True)):
+            rank.sendall(encode(message) + b"\n")
         loop.turn()
         loop.turn()
-        assert json.loads(rank.makefile().readline()) == {"break": 0}
+        assert json.loads(rank.makefile().readline()) == ["Break", 0]
 
 
 def reset(connection: socket.socket) -> None:
@@ -83,7 +116,7 @@ def test_a_hub_that_hangs_up_at_once_cannot_be_reached(
     assert readable(called.fileno(), 10)
     monkeypatch.setattr(guard_module.socket, "create_connection", lambda *_, **__: called)
     with pytest.raises(Left, match="1"):
-        guard._meet({"meet": 0, "host": "localhost", "port": 1, "token": "", "elsewhere": False})
+        guard._meet(Meet(0, "localhost", 1, "", False))
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -104,7 +137,7 @@ def test_a_turn_that_nobody_took_is_void_once_its_round_is_broken(monkeypatch: p
     guard: Any = Guard(lambda descriptor: 0)
     monkeypatch.setattr(guard, "_clear", lambda: None)
     assert guard._next is not None
-    guard._hear_hub({"break": 0})
+    guard._hear_hub(Break(0))
     assert guard._next is None
 
 
@@ -143,21 +176,26 @@ class Rank:
 
     def train(self) -> None:
         """The process that was started last becomes the rank."""
-        self.ends[-1].send({"here": True})
+        self.ends[-1].send(Here())
         self.until(lambda: self.guard._trainer is not None)
-        self.turn = (self.ends[-1].receive() or ({}, []))[0]
+        packet = self.ends[-1].receive()
+        assert packet is not None
+        assert isinstance(packet[0], Turn)
+        self.turn = packet[0]
 
-    def hears(self) -> dict[str, Any]:
-        """What the guard says to the hub next."""
+    def hears(self, kind: type[T]) -> T:
+        """The guard says this to the hub next."""
         self.until(lambda: readable(self.hub.fileno(), 0))
-        return json.loads(self.hub.recv(1 << 16).splitlines()[0])
+        message = decode(self.hub.recv(1 << 16).splitlines()[0])
+        assert isinstance(message, kind)
+        return message
 
-    def told(self, **message: Any) -> None:
+    def told(self, message: FromHub) -> None:
         """The hub says something."""
         self.guard._hear_hub(message)
 
     def go(self) -> None:
-        self.told(go=self.guard._round + 1, numbers=[], ranks=[0], rank=0, buddy=None, fetch=None)
+        self.told(Go(self.guard._round + 1, ranks=[0], rank=0))
 
 
 @pytest.fixture
@@ -180,16 +218,16 @@ def test_a_stop_asked_for_in_the_first_set_up_ends_the_run(make: Callable[..., R
     """It used to be kept for a process that takes signals, through minutes of set-up."""
     rank = make()
     rank.guard._relay(signal.SIGTERM, None)
-    assert rank.hears() == {"final": 128 + signal.SIGTERM}
+    assert rank.hears(Final) == Final(128 + signal.SIGTERM)
 
 
 def test_a_rank_without_its_launcher_takes_part_in_no_recovery(make: Callable[..., Rank]) -> None:
     """The store was in the launcher: processes would wait minutes for it, or meet those of the next job."""
     with pytest.raises(Left, match="1"):
-        make(launcher=1).told(**{"break": 0})
+        make(launcher=1).told(Break(0))
     rank = make(launcher=os.getppid())
-    rank.told(**{"break": 0})
-    assert rank.hears()["killed"] == 0
+    rank.told(Break(0))
+    assert rank.hears(Killed) == Killed(0, [], [])
     rank.go()
     rank.train()
     rank.guard._launcher = 1
@@ -200,8 +238,8 @@ def test_a_rank_without_its_launcher_takes_part_in_no_recovery(make: Callable[..
 def test_a_round_begins_where_no_process_waits(make: Callable[..., Rank]) -> None:
     """It had died since the guard said which copies there are."""
     rank = make()
-    rank.told(**{"break": 0})
-    rank.hears()
+    rank.told(Break(0))
+    rank.hears(Killed)
     while rank.guard._spare is not None:
         last = rank.guard._spare
         os.kill(last.pid, signal.SIGKILL)
@@ -214,7 +252,7 @@ def test_a_run_that_ends_while_it_is_broken_starts_nothing(make: Callable[..., R
     """The guard used to take the last process's end for one more death."""
     rank = make()
     rank.guard._broken = True
-    rank.told(end=2, kill=False, why="")
+    rank.told(End(2, "", kill=False))
     with pytest.raises(Left, match="^2"):
         rank.until(lambda: len(rank.sleepers) > 1)
 
@@ -223,26 +261,26 @@ def test_what_a_rank_did_in_an_earlier_round_is_not_its_code(make: Callable[...,
     rank = make()
     rank.guard._trainer = None
     rank.guard._judge(0)
-    assert rank.hears() == {"done": 0}
-    rank.told(**{"break": 0})
+    assert rank.hears(Done) == Done(0)
+    rank.told(Break(0))
     rank.go()
     with pytest.raises(Left, match="7"):
-        rank.told(end=7, kill=True, why="")
+        rank.told(End(7, "", kill=True))
 
 
 def test_a_turn_says_when_the_run_began_and_which_it_is(make: Callable[..., Rank]) -> None:
     """Minutes that a run may take used to start anew; a run that lost its copies, from its first step."""
     rank = make()
-    rank.ends[0].send({"ready": True})
-    rank.ends[0].send({"commit": 1, "step": 0, "slot": 0, "length": 0, "crc": 0, "run_id": "some"})
+    rank.ends[0].send(Ready())
+    rank.ends[0].send(Commit(1, step=0, slot=0, room=0, bytes=0, crc=0, run_id="some"))
     rank.until(lambda: len(rank.sleepers) == 2)
     began = rank.guard._began
     assert 0 < began < time.monotonic()
-    rank.told(**{"break": 0})
+    rank.told(Break(0))
     rank.until(lambda: rank.guard._trainer is None)
     rank.go()
     rank.train()
-    assert (rank.turn["began"], rank.turn["run_id"]) == (began, "some")
+    assert (rank.turn.began, rank.turn.run_id) == (began, "some")
 
 
 @pytest.mark.parametrize(
@@ -255,12 +293,12 @@ def test_what_a_script_does_after_its_run_takes_as_long_as_it_likes(
     monkeypatch.setattr(guard_module, "_LEAVE_S", 0.0)
     rank = make()
     for time_ in times:
-        rank.ends[0].send({"leaving": time_})
+        rank.ends[0].send(Leaving(time_))
         rank.guard._hear(rank.guard._trainer)
     rank.guard._loop.turn()
     # Too late for one that has been killed. Popen.terminate would first reap it, which is the guard's to do.
     os.kill(rank.sleepers[0].pid, signal.SIGTERM)
-    assert rank.hears()["cause"] == f"rank -1 died ({cause})"
+    assert rank.hears(Broken).cause == f"rank -1 died ({cause})"
 
 
 def test_a_reserve_that_is_told_to_stop_before_it_has_met_anybody_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,9 +315,9 @@ class Said:
     """A connection of a guard with the hub: what the hub says, and `heard`, with which the guard says something."""
 
     def __init__(self, peer: str = "127.0.0.1") -> None:
-        self.peer, self.said, self.heard = peer, list[dict[str, Any]](), lambda message: None
+        self.peer, self.said, self.heard = peer, list[Any](), lambda message: None
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: FromHub) -> None:
         self.said.append(message)
 
 
@@ -293,7 +331,7 @@ def make_hub(links: list[Said], world: int = 3, elsewhere: bool = False, spares:
 
 def meet(hub: Any, link: Said, rank: int, port: int) -> None:
     host = {"127.0.0.1": "10.0.0.1"}.get(link.peer, link.peer)
-    hub._introduce(link, {"hello": rank, "token": hub.token, "port": port, "network": host})
+    hub._introduce(link, Hello(rank, hub.token, host, port))
 
 
 def test_all_that_died_are_named_and_counted() -> None:
@@ -301,13 +339,13 @@ def test_all_that_died_are_named_and_counted() -> None:
     links = [Said() for _ in range(3)]
     make_hub(links)
     for number, first in enumerate((1, 2, 1)):
-        links[0].heard({"broken": number, "cause": "lost", "died": False})
+        links[0].heard(Broken(number, "lost", False))
         for rank in (first, 3 - first):
-            links[rank].heard({"broken": number, "cause": "died", "died": True})
+            links[rank].heard(Broken(number, "died", True))
         for link in links:
-            link.heard({"killed": number, "held": [[7, 7]]})
-        assert links[0].said[-1]["ranks"] == [1, 2]
-    assert links[2].said[-1]["gave_up"] == "rank 2 has died 3 times at one step"
+            link.heard(Killed(number, copies(7), []))
+        assert links[0].said[-1].ranks == [1, 2]
+    assert links[2].said[-1].gave_up == "rank 2 has died 3 times at one step"
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -315,24 +353,24 @@ def test_no_round_begins_before_all_guards_have_met(elsewhere: bool) -> None:
     """The hub used to look for the one that was missing, and with it went the guard of rank 0."""
     links = [Said() for _ in range(3)]
     hub: Any = make_hub(links[:2], elsewhere=elsewhere)
-    links[0].heard({"broken": 0, "cause": "died", "died": True})
+    links[0].heard(Broken(0, "died", True))
     for link in links[:2]:
-        link.heard({"killed": 0, "held": []})
-    assert links[0].said == [{"break": 0}]
+        link.heard(Killed(0, [], []))
+    assert links[0].said == [Break(0)]
     meet(hub, links[2], 2, 2)
-    assert links[2].said == [{"break": 0}]
-    links[2].heard({"killed": 0, "held": []})
-    assert [link.said[-1]["go"] for link in links] == [1, 1, 1]
+    assert links[2].said == [Break(0)]
+    links[2].heard(Killed(0, [], []))
+    assert [link.said[-1].round for link in links] == [1, 1, 1]
 
 
 def test_who_keeps_a_round_from_beginning_is_named() -> None:
     """Also who has never been met."""
     links = [Said() for _ in range(2)]
     hub: Any = make_hub(links)
-    links[0].heard({"broken": 0, "cause": "died", "died": True})
-    links[0].heard({"killed": 0, "held": []})
+    links[0].heard(Broken(0, "died", True))
+    links[0].heard(Killed(0, [], []))
     hub._give_up_waiting(0)
-    assert links[0].said[-1]["why"] == "ranks [1, 2] could not be ended, or have never been met, within 60 s"
+    assert links[0].said[-1].why == "ranks [1, 2] could not be ended, or have never been met, within 60 s"
 
 
 def test_a_rank_that_is_lost_before_the_reserve_has_come_waits_for_it() -> None:
@@ -340,30 +378,30 @@ def test_a_rank_that_is_lost_before_the_reserve_has_come_waits_for_it() -> None:
     links, reserve, late = [Said(f"10.0.0.{rank}") for rank in range(3)], Said("10.0.0.9"), Said("10.0.0.8")
     hub: Any = make_hub(links, elsewhere=True, spares=2)
     links[2].heard(None)
-    assert [link.said[-1] for link in links[:2]] == [{"break": 0}] * 2
+    assert [link.said[-1] for link in links[:2]] == [Break(0)] * 2
     for rank in range(2):
-        links[rank].heard({"killed": 0, "held": copies(7), "kept": {"2": copies(7)}})
-    assert links[0].said[-1] == {"break": 0}
+        links[rank].heard(Killed(0, copies(7), [(2, copies(7))]))
+    assert links[0].said[-1] == Break(0)
     meet(hub, reserve, -1, 9)
-    assert reserve.said == [{"break": 0}]
-    reserve.heard({"killed": 0, "held": [], "kept": {}})
-    assert [(link.said[-1]["go"], link.said[-1]["rank"]) for link in (*links[:2], reserve)] == [(1, 0), (1, 1), (1, 2)]
+    assert reserve.said == [Break(0)]
+    reserve.heard(Killed(0, [], []))
+    assert [(link.said[-1].round, link.said[-1].rank) for link in (*links[:2], reserve)] == [(1, 0), (1, 1), (1, 2)]
     # That of nobody who has come: until the limit.
     links[1].heard(None)
     hub._give_up_waiting(1)
     why = "the guards of ranks [1] are gone, and no rank in reserve has come within 60 s"
-    assert links[0].said[-1] == {"end": 1, "why": why, "kill": True}
+    assert links[0].said[-1] == End(1, why, kill=True)
     # Once all have come there is nobody to wait for, nor where the last one does not come.
     for spares in (1, 2):
         hub = make_hub([*(links := [Said() for _ in range(3)]), late], elsewhere=True, spares=spares)
         for link in (late, links[2]):
             link.heard(None)
         for rank in range(2):
-            links[rank].heard({"killed": 0, "held": copies(7), "kept": {"2": copies(7)} if rank else {}})
+            links[rank].heard(Killed(0, copies(7), [(2, copies(7))] if rank else []))
         if spares == 2:
-            assert links[1].said[-1] == {"break": 0}
+            assert links[1].said[-1] == Break(0)
             hub._give_up_waiting(0)
-        assert links[1].said[-1] == {"stand_in": True}
+        assert links[1].said[-1] == StandIn()
 
 
 @pytest.mark.parametrize(("launcher", "elsewhere", "code"), [(0, True, 1), (7, False, 1), (7, True, -signal.SIGKILL)])
@@ -372,7 +410,7 @@ def test_a_guard_without_a_hub_is_a_lost_one_to_a_launcher(
 ) -> None:
     """Its code ended the run, which a reserve could have gone on with."""
     rank = make()
-    rank.guard._launcher, rank.guard._meeting = launcher, {"elsewhere": elsewhere}
+    rank.guard._launcher, rank.guard._meeting = launcher, Meet(0, "", 0, "", elsewhere)
     with pytest.raises(Left, match=f"^{code}$"):
         rank.guard._hear_hub(None)
 
@@ -400,7 +438,7 @@ def test_a_last_save_needs_no_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UserError):
         restore.build(cfg, ctx, NOBODY)
     companion = Companion()
-    companion.turn = {"cpu": True}
+    companion.turn = Turn(Go(on_cpu=True))
     assert restore.build(cfg, ctx, companion).cfg == cfg
     # On which device, `start` tells the choice of one.
     picked: list[str] = []
@@ -416,8 +454,8 @@ def test_a_last_save_needs_no_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert picked == [cfg.parallel.device, "cpu"] == ["auto", "cpu"]
 
 
-def copies(*steps: int) -> list[list[int]]:
-    return [[step, step] for step in steps]
+def copies(*steps: int) -> list[tuple[int, int]]:
+    return [(step, step) for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -440,13 +478,13 @@ def test_a_copy_is_brought_from_one_keeper_that_has_it(
     links, reserve = [Said(f"10.0.0.{rank}") for rank in range(3)], Said("10.0.0.9")
     make_hub([*links, reserve], elsewhere=True)
     links[2].heard(None)
-    reserve.heard({"killed": 0, "held": [], "kept": {}})
-    links[0].heard({"killed": 0, "held": copies(6, 7, 8), "kept": {"2": copies(*kept_by_0), "1": copies(6, 7, 8)}})
-    links[1].heard({"killed": 0, "held": copies(7, 8), "kept": {"2": copies(*kept_by_1)}})
+    reserve.heard(Killed(0, [], []))
+    links[0].heard(Killed(0, copies(6, 7, 8), [(2, copies(*kept_by_0)), (1, copies(6, 7, 8))]))
+    links[1].heard(Killed(0, copies(7, 8), [(2, copies(*kept_by_1))]))
     said = [link.said[-1] for link in (links[0], links[1], reserve)]
-    assert [one["numbers"] for one in said] == [numbers] * 3
+    assert [one.numbers for one in said] == [numbers] * 3
     # Rank 1 lacks copy 6, and has what counts itself.
-    assert [one["fetch"] for one in said] == [None, None, None if fetch is None else [f"10.0.0.{fetch}", fetch]]
+    assert [one.fetch for one in said] == [None, None, None if fetch is None else (f"10.0.0.{fetch}", fetch)]
 
 
 def test_what_a_round_takes_grows_with_the_ranks_and_no_faster() -> None:
@@ -466,13 +504,13 @@ def test_what_a_round_takes_grows_with_the_ranks_and_no_faster() -> None:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            links[0].heard({"broken": 0, "cause": "died", "died": True})
+            links[0].heard(Broken(0, "died", True))
             for rank, link in enumerate(links):
-                kept = {str((rank + world // 2) % world): copies(7, 8)}
-                link.heard({"killed": 0, "held": copies(7, 8), "kept": kept})
+                kept = [((rank + world // 2) % world, copies(7, 8))]
+                link.heard(Killed(0, copies(7, 8), kept))
         finally:
             sys.settrace(before)
-        assert links[0].said[-1]["numbers"] == [8, 7]
+        assert links[0].said[-1].numbers == [8, 7]
         return events
 
     assert count(160) < 2.5 * count(80)
@@ -484,58 +522,58 @@ def test_a_rank_whose_guard_is_gone_goes_on_elsewhere() -> None:
     reserve = Said("10.0.0.3")
     hub = make_hub([*links, reserve], world=4, elsewhere=True)
     assert [link.said.pop() for link in links] == [
-        {"buddy": ["10.0.0.2", 2]},
-        {"buddy": ["10.0.0.2", 3]},
-        {"buddy": ["10.0.0.1", 0]},
-        {"buddy": ["", 1]},
+        Buddy(("10.0.0.2", 2)),
+        Buddy(("10.0.0.2", 3)),
+        Buddy(("10.0.0.1", 0)),
+        Buddy(("", 1)),
     ]
     links[2].heard(None)
     for link in (links[0], links[1], links[3]):
-        assert link.said.pop() == {"break": 0}
-    reserve.heard({"killed": 0, "held": []})
-    links[3].heard({"killed": 0, "held": [[6, 6], [7, 7], [8, 8]]})
-    links[0].heard({"killed": 0, "held": [[7, 7], [8, 8]], "kept": {"2": [[6, 6], [7, 7]]}})
+        assert link.said.pop() == Break(0)
+    reserve.heard(Killed(0, [], []))
+    links[3].heard(Killed(0, copies(6, 7, 8), []))
+    links[0].heard(Killed(0, copies(7, 8), [(2, copies(6, 7))]))
     assert not links[0].said
-    links[1].heard({"killed": 0, "held": [[7, 7]]})
+    links[1].heard(Killed(0, copies(7), []))
     went = [link.said.pop() for link in (links[0], links[1], reserve, links[3])]
-    assert [said["numbers"] for said in went] == [[7]] * 4
-    assert [said["fetch"] for said in went] == [None, None, ["10.0.0.1", 0], None]
-    assert [said["rank"] for said in went] == [0, 1, 2, 3]
-    assert [said["buddy"] for said in went] == [["10.0.0.3", 4], ["10.0.0.3", 4], ["10.0.0.2", 3], ["10.0.0.1", 0]]
+    assert [said.numbers for said in went] == [[7]] * 4
+    assert [said.fetch for said in went] == [None, None, ("10.0.0.1", 0), None]
+    assert [said.rank for said in went] == [0, 1, 2, 3]
+    assert [said.buddy for said in went] == [("10.0.0.3", 4), ("10.0.0.3", 4), ("10.0.0.2", 3), ("10.0.0.1", 0)]
     # Nobody is left in reserve: the keeper's host has to do for a last save.
     links[3].heard(None)
-    for link, kept in ((links[0], {"2": copies(7, 8)}), (links[1], {"3": copies(8)}), (reserve, {})):
-        assert link.said.pop() == {"break": 1}
-        link.heard({"killed": 1, "held": copies(7, 8), "kept": kept})
-    assert links[1].said.pop() == {"stand_in": True}
+    for link, kept in ((links[0], [(2, copies(7, 8))]), (links[1], [(3, copies(8))]), (reserve, [])):
+        assert link.said.pop() == Break(1)
+        link.heard(Killed(1, copies(7, 8), kept))
+    assert links[1].said.pop() == StandIn()
     assert not links[0].said
     meet(hub, stand_in := Said("127.0.0.1"), -1, 7)
-    stand_in.heard({"killed": 1, "held": [], "kept": {}})
+    stand_in.heard(Killed(1, [], []))
     said = stand_in.said.pop()
-    assert [said[name] for name in ("numbers", "fetch", "rank", "cpu")] == [[8], ["", 1], 3, True]
-    assert said["gave_up"] == links[0].said[-1]["gave_up"] == "no rank is left in reserve"
+    assert (said.numbers, said.fetch, said.rank, said.on_cpu) == ([8], ("", 1), 3, True)
+    assert said.gave_up == links[0].said[-1].gave_up == "no rank is left in reserve"
     links[1].heard(None)
     why = "the guard of rank 1 is gone, and with it what it kept, while the last state was being saved"
-    assert links[0].said[-1] == {"end": 75, "why": why, "kill": True}
+    assert links[0].said[-1] == End(75, why, kill=True)
 
 
 @pytest.mark.parametrize(
-    ("kept", "nobody"), [({}, "copies of ranks [1]"), ({"1": [[6, 6]]}, "copies of ranks [1]"), ({"1": [[7, 7]]}, "")]
+    ("kept", "nobody"), [([], "copies of ranks [1]"), ([(1, [(6, 6)])], "copies of ranks [1]"), ([(1, [(7, 7)])], "")]
 )
-def test_without_its_copies_a_lost_rank_ends_the_run(kept: dict[str, Any], nobody: str) -> None:
+def test_without_its_copies_a_lost_rank_ends_the_run(kept: list[Any], nobody: str) -> None:
     """Nothing stands in for it then."""
     links = [Said(f"10.0.0.{rank}") for rank in range(3)]
     hub: Any = make_hub(links, elsewhere=True)
     links[1].heard(None)
-    links[0].heard({"killed": 0, "held": copies(7, 8), "kept": kept})
-    links[2].heard({"killed": 0, "held": copies(7, 8), "kept": {}})
+    links[0].heard(Killed(0, copies(7, 8), kept))
+    links[2].heard(Killed(0, copies(7, 8), []))
     why = "rank 1 is gone with its host or its guard; no rank is left in reserve, and nobody has "
     if not nobody:
-        assert links[0].said[-1] == {"stand_in": True}
+        assert links[0].said[-1] == StandIn()
         # One that does not come.
         hub._give_up_waiting(0)
         nobody, why = "", "the guards of ranks [1] are gone, and no rank in reserve has come within 60 s"
-    assert links[2].said[-1] == {"end": 1, "why": why + nobody, "kill": True}
+    assert links[2].said[-1] == End(1, why + nobody, kill=True)
 
 
 def test_lost_hosts_that_come_back_are_in_reserve_for_the_next_loss(
@@ -549,27 +587,27 @@ def test_lost_hosts_that_come_back_are_in_reserve_for_the_next_loss(
         links[1].heard(None)
         assert "no rank is left in reserve: waiting up to 600 s for a host to come back\n" in capfd.readouterr().err
         for rank in (0, 2):
-            links[rank].heard({"killed": number, "held": copies(number), "kept": {"1": copies(number)}})
+            links[rank].heard(Killed(number, copies(number), [(1, copies(number))]))
         # Who could have answered at once has: it is the lost one that is missing.
         hub._give_up_waiting(number, last=False)
-        assert links[0].said[-1] == {"break": number}
+        assert links[0].said[-1] == Break(number)
         links[1] = Said("10.0.0.1")
         meet(hub, links[1], -1, 9)
-        assert links[1].said == [{"break": number}]
-        links[1].heard({"killed": number, "held": [], "kept": {}})
-        assert [link.said[-1]["rank"] for link in links] == [0, 1, 2]
+        assert links[1].said == [Break(number)]
+        links[1].heard(Killed(number, [], []))
+        assert [link.said[-1].rank for link in links] == [0, 1, 2]
     # That of another comes before it is missed.
     early = Said("10.0.0.4")
     meet(hub, early, -1, 9)
     links[2].heard(None)
-    assert early.said == [{"break": 3}]
+    assert early.said == [Break(3)]
     assert "no rank is left" not in capfd.readouterr().err
     for link in (links[0], early):
-        link.heard({"killed": 3, "held": copies(3), "kept": {"1": copies(3)}})
+        link.heard(Killed(3, copies(3), [(1, copies(3))]))
     links[1].heard(None)
-    assert not [said for said in links[0].said if "stand_in" in said]
+    assert not [said for said in links[0].said if isinstance(said, StandIn)]
     hub._give_up_waiting(3)
-    assert early.said[-1] == {"stand_in": True}
+    assert early.said[-1] == StandIn()
 
 
 def test_a_reserve_that_is_gone_is_told(capfd: pytest.CaptureFixture[str]) -> None:
@@ -605,8 +643,8 @@ def test_seconds_are_told_where_the_clock_is_that_they_began_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another host's clock had the run go back in minus three hours."""
-    turn = {"gone": 1e9, "died": 1e9, "cause": "rank 1 died", "gave_up": "", "ranks": [1]}
-    companion = SimpleNamespace(round=1, met=0.0, turn=turn)
+    companion = Companion()
+    companion.turn = Turn(Go(1, ranks=[1], cause="rank 1 died", died=1e9, gone=1e9))
     monkeypatch.setattr(restore.logger, "propagate", True)
     run: Any = SimpleNamespace(step=7, companion=companion, engine=SimpleNamespace(ctx=SimpleNamespace(rank=1)))
     with caplog.at_level("INFO"):
