@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ from megalite.runtime.recover.connections import EventLoop, Link, Packets
 from megalite.runtime.recover.guard import Guard
 from megalite.runtime.recover.hub import Hub
 from megalite.runtime.recover.main import reserve
-from megalite.runtime.recover.member import NOBODY, Companion, spare_ranks, survives_hosts
+from megalite.runtime.recover.member import NOBODY, Companion, become_guard, spare_ranks, survives_hosts
 from megalite.runtime.recover.messages import (
     Break,
     Broken,
@@ -47,6 +47,7 @@ from megalite.runtime.recover.messages import (
     Killed,
     Leaving,
     Meet,
+    Message,
     Ready,
     StandIn,
     Turn,
@@ -87,6 +88,27 @@ def test_a_stranger_at_the_port_is_hung_up_on(words: bytes) -> None:
         loop.turn()
         loop.turn()
         assert json.loads(rank.makefile().readline()) == ["Break", 0]
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    """Named tuples of different types can be equal."""
+    kinds: list[Any] = [kind for kind in get_args(Message) if kind is not Turn]
+    assert len({kind.__name__ for kind in kinds}) == len(kinds) > 20
+    sent = [kind(*range(len(kind._fields))) for kind in kinds]
+    commit: Any = Commit(*range(7))  # type: ignore[arg-type]
+    sent.append(Turn(Go(1, [2], [0], cause="x", buddy=None), 3, [commit], "y", 4.5))
+    for message in sent:
+        came = decode(encode(message))
+        assert (type(came), came) == (type(message), message)
+    assert isinstance(came, Turn)
+    assert (type(came.go), [type(copy) for copy in came.copies]) == (Go, [Commit])
+
+
+def test_a_guarded_process_becomes_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that does not hand on its companion would start one process in the other, without end."""
+    monkeypatch.setenv("MEGALITE_GUARD", "7")
+    with pytest.raises(UserError, match="needs the companion of this process"):
+        become_guard()
 
 
 def reset(connection: socket.socket) -> None:
