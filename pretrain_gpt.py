@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import show_help_if_asked
 from megalite.runtime.options import cli
-from megalite.runtime.recover.member import NOBODY, Companion, GuardedRank, become_guard, find_companion
+from megalite.runtime.recover.member import GuardedRank, become_guard, become_guard_if_asked, find_companion
 
 if __name__ == "__main__":
     show_help_if_asked(sys.argv[1:], dialect=DIALECT)  # before torch is imported, which takes a second
-    companion = find_companion()
+    become_guard_if_asked(sys.argv[1:])
 
 from megalite.api import start
 from megalite.core.base.log import env_rank
@@ -35,13 +35,11 @@ from megalite.runtime.start.inputs import with_vocab_size
 
 
 def main(
-    train_data: Samples | None = None,
-    valid_data: Samples | None = None,
-    callbacks: Sequence[StepCallback] = (),
-    companion: Companion = NOBODY,
+    train_data: Samples | None = None, valid_data: Samples | None = None, callbacks: Sequence[StepCallback] = ()
 ) -> None:
     """Train as the command line says; your own script can pass data and callbacks (see docs/extending.md)."""
     show_help_if_asked(sys.argv[1:], dialect=DIALECT)
+    companion = find_companion()
     parsed = cli.parse(read_model=hf_model_config, world=world_size(otherwise=0) or None, dialect=DIALECT)
     if parsed.config.run.recover != "none" and not (parsed.print_config or parsed.dry_run):
         if not isinstance(companion, GuardedRank):
@@ -59,5 +57,5 @@ def main(
 
 
 if __name__ == "__main__":
-    with leaving_together(companion):
-        main(companion=companion)
+    with leaving_together():
+        main()

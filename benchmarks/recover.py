@@ -97,9 +97,8 @@ def be_rank(words: list[str]) -> None:
         if run.step == run.engine.cfg.train.train_steps:
             (Path(words[0]) / f"times_{run.engine.ctx.rank}.json").write_text(json.dumps(times))
 
-    companion = pretrain_gpt.find_companion()
-    with pretrain_gpt.leaving_together(companion):
-        pretrain_gpt.main(callbacks=[note], companion=companion)
+    with pretrain_gpt.leaving_together():
+        pretrain_gpt.main(callbacks=[note])
 
 
 def cost(steps: int) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
-from megalite.runtime.recover.member import find_companion
+from megalite.runtime.recover.member import become_guard_if_asked
 
 if __name__ == "__main__":
-    companion = find_companion()
+    become_guard_if_asked(sys.argv[1:])
 
 import pretrain_gpt
 from megalite.runtime.loop.run import Run
@@ -23,5 +24,5 @@ def wait(run: Run, _: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    with pretrain_gpt.leaving_together(companion):
-        pretrain_gpt.main(callbacks=[wait], companion=companion)
+    with pretrain_gpt.leaving_together():
+        pretrain_gpt.main(callbacks=[wait])

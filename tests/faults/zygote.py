@@ -539,9 +539,8 @@ def train(job: dict[str, Any]) -> None:
     try:
         for fault in job["faults"]:
             install(fault)
-        companion = pretrain_gpt.find_companion()
-        with pretrain_gpt.leaving_together(companion):
-            pretrain_gpt.main(companion=companion)
+        with pretrain_gpt.leaving_together():
+            pretrain_gpt.main()
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1
     except Exception:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -30,12 +31,9 @@ def become_guard(spares: int = 0) -> NoReturn:
         spares: how many of the launcher's ranks, the last ones, wait in reserve.
 
     Raises:
-        UserError: the system lacks what a guard needs, or this process has one.
+        UserError: the system lacks what a guard needs.
     """
     require(_possible(), "--recover", "requires Linux 5.3 or newer", "use --recover none")
-    # Otherwise each process would become one more guard.
-    rule, remedy = "needs the companion of this process", "call main(companion=companion) after find_companion()"
-    require(_guard_descriptor() < 0, "--recover", rule, remedy)
     root, command = str(Path(__file__).resolve().parents[3]), [sys.executable, *sys.orig_argv[1:]]
     code = f"import sys, json; sys.path.insert(0, {root!r}); from megalite.runtime.recover import main as guard"
     code += "; guard.main(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))"
@@ -50,23 +48,22 @@ def _possible() -> bool:
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
-def find_companion() -> Companion:
-    """Connect to this process's guard, if it has one; a process calls it once, at its start.
+def become_guard_if_asked(argv: Sequence[str]) -> None:
+    """As `become_guard`, if the command line says so: before torch is imported, which takes a second.
 
-    A process that is to have a guard, as its command line says, becomes that: before torch is imported, which takes a
-    second. Where that is impossible, the program finds out later, where errors have their message.
+    Where that is impossible, the program finds out later, where errors have their message.
     """
-    descriptor, argv = _guard_descriptor(), sys.argv[1:]
-    if descriptor >= 0:
-        return GuardedRank(descriptor)
     asked = _value_of("--recover", argv) in ("process", "host")
-    if asked and not {"--dry-run", "--print-config"} & set(argv) and _possible():
+    prints = {"--dry-run", "--print-config"} & set(argv)
+    if asked and not prints and find_companion() is NOBODY and _possible():
         become_guard(spare_ranks(argv))
-    return NOBODY
 
 
-def _guard_descriptor() -> int:
-    return env_int("MEGALITE_GUARD", -1)
+@cache
+def find_companion() -> Companion:
+    """Connect to the guard of this process, if it has one; its entries call this, and hand the companion on."""
+    descriptor = env_int("MEGALITE_GUARD", -1)
+    return NOBODY if descriptor < 0 else GuardedRank(descriptor)
 
 
 def spare_ranks(argv: Sequence[str]) -> int:

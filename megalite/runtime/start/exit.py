@@ -24,7 +24,7 @@ from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.rendezvous import launched_together, shutdown
 from megalite.runtime.checkpoint.save import SaveError
-from megalite.runtime.recover.member import NOBODY, Companion
+from megalite.runtime.recover.member import Companion, find_companion
 from megalite.runtime.start.signals import print_stacks, stop_with_torchrun
 from megalite.runtime.watch.heartbeat import say_goodbye
 from megalite.runtime.watch.peers import FailureWatch
@@ -81,16 +81,14 @@ def leave_unfinished(ctx: ParallelContext, otherwise: int = 0) -> None:
 
 
 @contextmanager
-def leaving_together(companion: Companion = NOBODY) -> Iterator[None]:
+def leaving_together() -> Iterator[None]:
     """Wrap the whole life of a rank: exit with the right code and one message. SIGUSR1 prints its stacks at any time.
 
     Errors that every rank raises (command line, layout, anything agreed on) are reported by rank 0 alone.
-
-    Args:
-        companion: of this process.
     """
     try:
         setup_logging(env_rank())
+        companion = find_companion()
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         _exit(2)

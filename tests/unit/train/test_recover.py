@@ -31,7 +31,7 @@ from megalite.runtime.recover.connections import EventLoop, Link, Packets
 from megalite.runtime.recover.guard import Guard
 from megalite.runtime.recover.hub import Hub
 from megalite.runtime.recover.main import reserve
-from megalite.runtime.recover.member import NOBODY, Companion, become_guard, spare_ranks, survives_hosts
+from megalite.runtime.recover.member import NOBODY, Companion, spare_ranks, survives_hosts
 from megalite.runtime.recover.messages import (
     Break,
     Broken,
@@ -102,13 +102,6 @@ def test_messages_arrive_as_they_were_sent() -> None:
         assert (type(came), came) == (type(message), message)
     assert isinstance(came, Turn)
     assert (type(came.go), [type(copy) for copy in came.copies]) == (Go, [Commit])
-
-
-def test_a_guarded_process_becomes_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that does not hand on its companion would start one process in the other, without end."""
-    monkeypatch.setenv("MEGALITE_GUARD", "7")
-    with pytest.raises(UserError, match="needs the companion of this process"):
-        become_guard()
 
 
 def reset(connection: socket.socket) -> None:
