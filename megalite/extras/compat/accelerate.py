@@ -76,8 +76,7 @@ def read_accelerate(path: Path, flags: Layer, lower: Mapping[str, Any]) -> ToolF
     _run(file)
     kind = str(file.pop("distributed_type", "NO"))
     if kind in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        if "parallelism_config" not in tree:
-            file.set("zero", 0, "distributed_type")
+        file.set("zero", 0, "distributed_type")
     elif kind == "FSDP":
         _fsdp(file)
     elif kind == "DEEPSPEED":
@@ -154,7 +153,9 @@ def _deepspeed(file: ToolFile) -> None:
             tree[name] = file.pop(f"{key}.{name}", "auto")
         theirs = translate(ToolFile(file.path, tree, file.flags, file.lower))
     file.layer |= theirs.layer
-    file.batch |= theirs.batch
+    # What the file leaves out has no say over what this one gives.
+    implied = theirs.by_default & file.batch.keys()
+    file.batch |= {name: number for name, number in theirs.batch.items() if name not in implied}
     file.by_default |= theirs.by_default
     file.notes += theirs.notes
     file.ignored += theirs.ignored
@@ -183,13 +184,20 @@ def _megatron(file: ToolFile) -> None:
 
 
 def _parallelism(file: ToolFile) -> None:
+    """Translate the sizes of the mesh; weights are sharded over dp_shard and cp together, within each replica."""
     key = "parallelism_config.parallelism_config_"
-    copies, shards = file.pop_count(f"{key}dp_replicate_size"), file.pop_count(f"{key}dp_shard_size")
-    if shards is not None and shards.value > 1:
-        file.set("zero", 3, f"{key}dp_shard_size")
-        if copies is not None and copies.value > 1:
-            file.set("zero_group", str(shards.value), f"{key}dp_shard_size")
-    elif copies is not None:
-        file.set("zero", 0, f"{key}dp_replicate_size")
+    if not any(name.startswith(key) for name in file.leaves):
+        return
+    copies, shards = (file.pop_count(f"{key}{name}_size") for name in ("dp_replicate", "dp_shard"))
     file.copy(f"{key}tp_size", "tp")
     file.copy(f"{key}cp_size", "cp")
+    over = (shards.value if shards else 1) * file.value("cp")
+    if over > 1:
+        name = "cp_size" if shards is None or shards.value == 1 else "dp_shard_size"
+        file.set("zero", 3, f"{key}{name}")
+        if copies is not None and copies.value > 1:
+            file.set("zero_group", str(over), f"{key}{name}")
+    elif copies is not None and copies.value > 1:
+        file.set("zero", 0, f"{key}dp_replicate_size")
+        for option in ("zero_keep", "zero_group"):
+            file.layer.pop(option, None)

@@ -14,11 +14,17 @@ from megalite.core.base.errors import UserError
 from megalite.extras.compat.deepspeed_keys import IGNORED, REFUSALS, UNSUPPORTED
 from megalite.extras.compat.tool_file import LIMIT, ToolFile, unreadable
 from megalite.runtime.base.untrusted import read_regular, require_shallow
-from megalite.runtime.options.fields import Layer
+from megalite.runtime.options.fields import Layer, OptionValue
 
 FLAG = "--deepspeed-config"
 
 _ZERO = "zero_optimization"
+_BATCH = {
+    "train_batch_size": "samples",
+    "train_micro_batch_size_per_gpu": "micro",
+    "gradient_accumulation_steps": "accumulation",
+}
+"""Keys of the batch -> names in `ToolFile.batch`."""
 
 
 def read_deepspeed(path: Path, flags: Layer, lower: Mapping[str, Any]) -> ToolFile:
@@ -40,13 +46,13 @@ def read_deepspeed(path: Path, flags: Layer, lower: Mapping[str, Any]) -> ToolFi
 
 def translate(file: ToolFile) -> ToolFile:
     """Translate the content of a configuration."""
-    for name, key in (
-        ("samples", "train_batch_size"),
-        ("micro", "train_micro_batch_size_per_gpu"),
-        ("accumulation", "gradient_accumulation_steps"),
-    ):
+    for key, name in _BATCH.items():
         if (number := file.pop_count(key)) is not None:
             file.batch[name] = number
+    if len(file.batch) == 1 and "accumulation" not in file.batch and not file.auto & _BATCH.keys():
+        written = f"{file.path}: gradient_accumulation_steps 1 (DeepSpeed's default)"
+        file.batch["accumulation"] = OptionValue(1, written)
+        file.by_default.add("accumulation")
     _optimizer(file)
     _scheduler(file)
     _precision(file)

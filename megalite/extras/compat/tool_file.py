@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -176,7 +177,10 @@ def resolve_batch_sizes(file: ToolFile, world: int) -> None:
     Raises:
         UserError: the three numbers contradict each other.
     """
-    flags, dp = file.flags, max(1, world // max(1, file.value("tp") * file.value("pp")))
+    from megalite.core.mesh.grid import AXES  # numpy, which the help does without
+
+    others = math.prod(file.value(axis.name) for axis in AXES if axis.name != "dp")
+    flags, dp = file.flags, max(1, world // max(1, others))
     samples, micro, steps = (file.batch.get(name) for name in ("samples", "micro", "accumulation"))
     if micro is not None:
         file.layer["micro_batch_size"] = micro

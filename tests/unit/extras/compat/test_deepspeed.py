@@ -182,7 +182,14 @@ def test_three_batch_sizes_must_multiply_up(ds: Any) -> None:
     assert batch(None, 4, 2) == (32, 4)
     assert batch(32, 4, 2) == (32, 4)
     assert batch(None, None, 2) == (8, 1)
+    # What the file leaves out: one pass, as there, and not ours.
+    assert batch(None, 4, None) == (16, 4)
+    assert batch(32, None, None) == (32, 8)
+    assert batch(None, 4, None, flags=("--global-batch-size", "64")) == (64, 4)
+    assert batch(32, None, None, flags=("--micro-batch-size", "2")) == (32, 2)
     # dp, not the number of ranks.
+    assert batch(32, 4, 4, flags=("--cp", "2")) == (32, 4)
+    assert batch(None, 4, 2, flags=("--cp", "2", "--tp", "2", "--pp", "2"), world=16) == (16, 4)
     assert batch(32, 4, 4, flags=("--tp", "2")) == (32, 4)
     assert batch(32, 4, 8, flags=("--global-batch-size", "64")) == (64, 4)
     assert batch(32, 4, 2, flags=("--micro-batch-size", "2")) == (32, 2)
@@ -194,6 +201,14 @@ def test_three_batch_sizes_must_multiply_up(ds: Any) -> None:
         UserError, match=r"train_batch_size 30: must be a multiple of 1 x 2 accumulation steps x dp 4 = 8"
     ):
         batch(30, None, 2)
+
+
+def test_a_default_of_deepspeed_gives_way_to_what_accelerate_says(accelerate: Any, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
+    block = {"deepspeed_config_file": str(tmp_path / "ds.json")}
+    tree = {"distributed_type": "DEEPSPEED", "deepspeed_config": block}
+    assert accelerate(tree).train.global_batch_size == 8
+    assert accelerate({**tree, "gradient_accumulation_steps": 3}).train.global_batch_size == 24
 
 
 def test_flags_win_and_the_log_says_so(ds: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -344,6 +359,10 @@ FSDP = {
 }
 
 
+def axes(**sizes: int) -> dict[str, int]:
+    return {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+
+
 @pytest.fixture
 def accelerate(tmp_path: Path):
     """accelerate(tree, flags...) -> the configuration of a run with this Accelerate file, on `world` ranks."""
@@ -422,7 +441,34 @@ def accelerate(tmp_path: Path):
                     "parallelism_config_cp_size": 2,
                 }
             },
+            {"zero": 3, "zero_group": "4", "cp": 2},
+        ),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": FSDP, "parallelism_config": axes(dp_shard=1, cp=2)},
+            {"zero": 3, "cp": 2},
+        ),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": FSDP, "parallelism_config": axes(dp_replicate=2, cp=2)},
             {"zero": 3, "zero_group": "2", "cp": 2},
+        ),
+        (
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False},
+                "parallelism_config": axes(dp_replicate=4),
+            },
+            {"zero": 0},
+        ),
+        ({"parallelism_config": axes(tp=2)}, {"zero": 0, "tp": 2}),
+        (
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": FSDP,
+                "parallelism_config": axes(dp_shard=2, tp=2, cp=2),
+                "gradient_accumulation_steps": 4,
+                "num_processes": 8,
+            },
+            {"zero": 3, "tp": 2, "cp": 2},  # 8 samples, the default
         ),
         (
             {"dynamo_config": {"dynamo_backend": "INDUCTOR"}, "use_cpu": True, "gradient_accumulation_steps": 4},
@@ -431,7 +477,7 @@ def accelerate(tmp_path: Path):
     ],
 )
 def test_files_of_accelerate(accelerate: Any, tree: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert options(accelerate(tree)) == expected
+    assert options(accelerate(tree, world=tree.get("num_processes", 4))) == expected
 
 
 @pytest.mark.parametrize(
