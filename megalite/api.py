@@ -17,7 +17,7 @@ from megalite.core.base.log import env_rank, setup_logging
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.device import only_deterministic_kernels, pick_device
 from megalite.core.mesh.grid import Grid
-from megalite.core.mesh.rendezvous import group_timeout, init_process_group, shutdown, world_size
+from megalite.core.mesh.rendezvous import check_adopted, group_timeout, init_process_group, shutdown, world_size
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.diagnose.memory import diagnosing_memory
 from megalite.extras.plan.auto import settle_layout
@@ -77,6 +77,7 @@ def start(
     """
     with ExitStack() as exit_stack:
         exit_stack.enter_context(_log_and_group())
+        check_adopted()
         if cfg.train.deterministic:
             exit_stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
             only_deterministic_kernels()

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -23,6 +24,18 @@ MIN_TIMEOUT, _WATCHDOG_TIMEOUTS = timedelta(minutes=30), 2
 # Key under which rank 0 offers a part of the store, and how long another waits to be called before it looks again.
 _OFFER = "megalite/rendezvous/offer"
 _RETRY = timedelta(seconds=1)
+# Other launchers' names of RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, as far as they have one. MPI's come
+# first: in a job of Slurm, its daemons are Slurm's tasks.
+_LAUNCHERS = (
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_SIZE",
+    "PMI_RANK MPI_LOCALRANKID PMI_SIZE MPI_LOCALNRANKS",
+    "PMI_RANK PMI_LOCAL_RANK PMI_SIZE PMI_LOCAL_SIZE",
+    "SLURM_PROCID SLURM_LOCALID SLURM_NTASKS",
+    "FLUX_TASK_RANK FLUX_TASK_LOCAL_ID FLUX_JOB_SIZE",
+    "PMIX_RANK",
+)
+_MEETING_PLACE = {"MASTER_ADDR": "HOST_OF_RANK_0", "MASTER_PORT": "29500"}
 
 
 def group_timeout(watchdog_timeout: float) -> timedelta:
@@ -31,8 +44,8 @@ def group_timeout(watchdog_timeout: float) -> timedelta:
 
 
 def launched_together() -> bool:
-    """Whether torchrun or Slurm started this rank: they end all ranks when one exits."""
-    return under_torchrun() or "SLURM_PROCID" in os.environ
+    """Whether torchrun, Slurm or MPI started this rank: they end all ranks when one exits."""
+    return under_torchrun() or any(names.split()[0] in os.environ for names in _LAUNCHERS)
 
 
 def under_torchrun() -> bool:
@@ -41,10 +54,10 @@ def under_torchrun() -> bool:
 
 
 def world_size(otherwise: int = 1) -> int:
-    """Number of ranks: of the process group, or from torchrun's (or Slurm's) environment, or `otherwise`."""
+    """Number of ranks: of the process group, or from the launcher's environment, or `otherwise`."""
     if dist.is_initialized():
         return dist.get_world_size()
-    _adopt_slurm()
+    _adopt_ranks()
     return env_int("WORLD_SIZE", otherwise, low=1)
 
 
@@ -59,13 +72,34 @@ def local_world_size() -> int:
     return int(text) if text.isdecimal() else world_size()
 
 
-def _adopt_slurm() -> None:
-    """Give Slurm's variables torchrun's names where each rank is a Slurm task (srun without torchrun)."""
-    names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
-    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ or "MASTER_ADDR" not in os.environ:
-        return
-    for ours, slurm in names.items():
-        os.environ[ours] = os.environ[slurm]
+def _unset(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name not in os.environ]
+
+
+def _adopt_ranks() -> None:
+    """Give another launcher's variables torchrun's names, where it sets all and the ranks know where they meet."""
+    for names in (text.split() for text in _LAUNCHERS):
+        if "RANK" not in os.environ and len(names) > 1 and not _unset((*names, *_MEETING_PLACE)):
+            ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+            os.environ.update({name: os.environ[theirs] for name, theirs in zip(ours, names)})
+
+
+def check_adopted() -> None:
+    """Refuse to be one rank of several that do not know each other: each would train alone.
+
+    Raises:
+        LocalUserError: a launcher says so.
+    """
+    for rank, *others in (text.split() for text in _LAUNCHERS if "RANK" not in os.environ):
+        if rank in os.environ and (env_int(rank, 0) or env_int(others[1] if others else "", 1) > 1):
+            given = (f"{name} {os.environ[name]}" for name in (rank, *others[1:2]) if name in os.environ)
+            missing = _unset(_MEETING_PLACE) or _unset(others) or ["RANK", "WORLD_SIZE"]
+            words = " ".join(f"{name}={_MEETING_PLACE.get(name, 'N')}" for name in missing)
+            raise LocalUserError(
+                " ".join(given),
+                f"ranks of one launcher meet by {' and '.join(missing)}, which the environment does not set",
+                f"export {words}, or start the ranks with torchrun; for one process alone, unset {rank}",
+            )
 
 
 def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -> None:
@@ -76,6 +110,7 @@ def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -
         timeout: time limit of an operation, from `group_timeout`.
     """
     if world_size() == 1 or dist.is_initialized():
+        check_adopted()
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:

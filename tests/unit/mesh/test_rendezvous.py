@@ -8,13 +8,17 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from megalite.core.mesh.rendezvous import fresh_store
-from tests.ranks import reserve_port
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import env_rank
+from megalite.core.mesh.rendezvous import check_adopted, fresh_store, init_process_group, local_world_size, world_size
+from tests.ranks import ROOT, reserve_port
 
 WORLD = 3
 PATIENCE = timedelta(seconds=30)
@@ -52,6 +56,94 @@ def test_a_rank_that_never_comes(server: dist.TCPStore) -> None:
         fresh_store(client, 0, 2, timedelta(seconds=0.5))
     with pytest.raises(dist.DistStoreError):
         fresh_store(client, 1, 2, timedelta(seconds=0.5))
+
+
+OPEN_MPI = "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_SIZE=4"
+MPICH = "PMI_RANK=5 MPI_LOCALRANKID=1 PMI_SIZE=8 MPI_LOCALNRANKS=4"
+SLURM = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NTASKS=8 SLURM_NTASKS_PER_NODE=4"
+DAEMON = "SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1"
+
+
+def say(text: str) -> dict[str, str]:
+    return dict(word.split("=") for word in text.split())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        OPEN_MPI,
+        MPICH,
+        SLURM,
+        f"{DAEMON} {OPEN_MPI}",
+        f"{DAEMON} {MPICH}",
+        f"PMI_RANK=5 PMI_SIZE=8 {SLURM}",
+        "PMI_RANK=5 PMI_LOCAL_RANK=1 PMI_SIZE=8 PMI_LOCAL_SIZE=4",
+        OPEN_MPI.replace("OMPI", "MV2"),
+    ],
+)
+def test_the_ranks_of_any_launcher_are_adopted(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    place = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    monkeypatch.setattr("os.environ", say(said) | place)
+    assert (world_size(), env_rank(), os.environ["LOCAL_RANK"], local_world_size()) == (8, 5, "1", 4)
+    check_adopted()
+    monkeypatch.setattr("os.environ", say(said) | place | {"RANK": "0", "WORLD_SIZE": "2"})
+    assert (world_size(), env_rank()) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            SLURM,
+            "SLURM_PROCID 5 SLURM_NTASKS 8: ranks of one launcher meet by MASTER_ADDR and MASTER_PORT, which the "
+            "environment does not set; export MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500, or start the ranks with "
+            "torchrun; for one process alone, unset SLURM_PROCID",
+        ),
+        (f"{SLURM} MASTER_ADDR=node1", "meet by MASTER_PORT, which"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_RANK 5 OMPI_COMM_WORLD_SIZE 8: "),
+        (MPICH, "PMI_RANK 5 PMI_SIZE 8: "),
+        ("PMI_RANK=0 PMI_SIZE=8 MASTER_ADDR=a MASTER_PORT=1", "meet by MPI_LOCALRANKID and MPI_LOCALNRANKS, which"),
+        ("PMIX_RANK=1 MASTER_ADDR=a MASTER_PORT=1", "PMIX_RANK 1: ranks of one launcher meet by RANK and WORLD_SIZE"),
+    ],
+)
+def test_no_rank_of_a_launcher_trains_alone(monkeypatch: pytest.MonkeyPatch, said: str, message: str) -> None:
+    monkeypatch.setattr("os.environ", say(said))
+    assert world_size() == 1
+    with pytest.raises(UserError) as caught:
+        init_process_group(torch.device("cpu"))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "said", ["", "SLURM_NTASKS=8", "SLURM_PROCID=0 SLURM_NTASKS=1", f"{SLURM} RANK=0 WORLD_SIZE=1", "PMIX_RANK=0"]
+)
+def test_what_runs_alone_may(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setattr("os.environ", say(said))
+    init_process_group(torch.device("cpu"))
+
+
+def test_a_task_of_slurm_without_a_meeting_place_says_so(tmp_path: Path) -> None:
+    words = [
+        "--mock-data",
+        "--vocab-size",
+        "64",
+        "--train-steps",
+        "1",
+        "--device",
+        "cpu",
+        "--run-dir",
+        str(tmp_path / "r"),
+    ]
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--tp", "2"],
+        env={**os.environ, **say(SLURM.replace("PROCID=5", "PROCID=0"))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "SLURM_PROCID 0 SLURM_NTASKS 8: " in line
 
 
 POLICIES = """
