@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.core.base.errors import require
+from megalite.core.base.errors import UserError, require
 from megalite.runtime.recover.member import spare_ranks, survives_hosts
 
 # Slurm: between the signal and the end of the allocation. Kubernetes: until ranks that still save are killed.
@@ -35,6 +35,7 @@ _END_MISTAKEN = (
     "done &",
 )
 _TAKE_OUTCOME = ('if [ -e "$OUTCOME" ]; then code=$(cat "$OUTCOME"); rm -f "$OUTCOME"; fi',)
+_OPTION, _SHORT = re.compile("--[a-z]|-[A-Za-z]"), {"-N": "--nodes", "-n": "--ntasks"}
 _KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
 
@@ -175,7 +176,7 @@ def slurm_script(job: BatchJob, options: SlurmOptions | None = None) -> str:
         "account": _directive("--account", options.account),
         "cpus": _line_if_set(job.cpus),
         "memory": _directive("--memory", job.memory),
-        "directives": [_extra_directive(text) for text in options.directives],
+        "directives": [_extra_directive(text, job) for text in options.directives],
         "notice": NOTICE_S,
         "workdir": shlex.quote(job.workdir),
         "env": [f"{k}={shlex.quote(v)}" for k, v in job.variables().items()],
@@ -192,10 +193,51 @@ def slurm_script(job: BatchJob, options: SlurmOptions | None = None) -> str:
     return _fill("slurm.sbatch", values)
 
 
-def _extra_directive(text: str) -> str:
-    """Return a whole #SBATCH line, given with or without leading dashes; sbatch takes it unchanged."""
+def _extra_directive(text: str, job: BatchJob) -> str:
+    """Return what follows #SBATCH: given with it or without, and with or without leading dashes; else unchanged.
+
+    Raises:
+        UserError: it is no option, or changes what the script relies on.
+    """
     _directive("--directive", text)
-    return text if text.startswith("-") else f"--{text}"
+    given, line = f"--directive {text!r}", text.strip().removeprefix("#SBATCH").strip()
+    if not line.startswith("-"):
+        line = f"{'-' if re.match(r'[A-Za-z]( |$)', line) else '--'}{line}"
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError as e:
+        raise UserError(given, f"cannot be read ({e})", "quote the value as a shell does") from None
+    require(_OPTION.match(line) is not None, given, "is no option of sbatch", "write it as --directive constraint=h100")
+    fixed = _fixed(job)
+    for word, following in zip(words, [*words[1:], ""]):
+        name, equals, value = word.partition("=")
+        if re.match("-[A-Za-z]", word):
+            name, equals, value = word[:2], word[2:], word[2:]
+        name = _SHORT.get(name, name).removeprefix("--") if word.startswith("-") else ""
+        if name in fixed:
+            wanted, why, remedy = fixed[name]
+            value = value if equals else following
+            require(re.fullmatch(wanted, value) is not None, given, f"sets --{name}, {why}", remedy)
+    return line
+
+
+def _fixed(job: BatchJob) -> dict[str, tuple[str, str, str]]:
+    """What the script relies on: option of sbatch -> (pattern of the values that change nothing, why, remedy)."""
+    one = "and the script starts one task on every node"
+    gpus = "([a-z0-9_-]+:)?" + str(job.slots)
+    return {
+        "nodes": (str(job.nodes), "which --nodes gives", "give --nodes N instead"),
+        "ntasks": (str(job.nodes), one, "remove it: --slots gives the ranks of a node"),
+        "ntasks-per-node": ("1", one, "remove it: --slots gives the ranks of a node"),
+        "gpus-per-node": (gpus, "which --slots gives", "give --slots N instead"),
+        "signal": (f"B:TERM@{NOTICE_S}", "by which the run saves before the time limit", "remove it"),
+        "no-requeue": ("(?!)", "and the script queues the job again until the last step", "remove it"),
+        "export": (
+            "ALL(,.*)?",
+            "and the ranks read variables that the script exports",
+            "give --env NAME=VALUE instead",
+        ),
+    }
 
 
 def _slurm_task(job: BatchJob) -> str:

@@ -298,6 +298,51 @@ def test_the_slurm_script(tmp_path: Path) -> None:
     assert f"--container-workdir={tmp_path}" in srun
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("#SBATCH --constraint=h100", "--constraint=h100"),
+        ("  #SBATCH   -C 'h100|h200' ", "-C 'h100|h200'"),
+        ("#SBATCH mail-type=END  # told by mail", "--mail-type=END  # told by mail"),
+        ("C h100", "-C h100"),
+        ("--gpus-per-node=h100:8", "--gpus-per-node=h100:8"),
+        ("nodes=4", "--nodes=4"),
+        (
+            "-N4 -n 4 --ntasks-per-node 1 --requeue --export=ALL,A=1",
+            "-N4 -n 4 --ntasks-per-node 1 --requeue --export=ALL,A=1",
+        ),
+        ("comment='signal=B:USR1@60'", "--comment='signal=B:USR1@60'"),
+        ("comment=-N", "--comment=-N"),
+    ],
+)
+def test_a_directive_as_it_stands_in_a_script(text: str, line: str) -> None:
+    assert line in directives(slurm_script(job(), SlurmOptions(directives=(text,))))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("nodes=8", "--directive 'nodes=8': sets --nodes, which --nodes gives; give --nodes N instead"),
+        ("--nodes 2-4", "sets --nodes,"),
+        ("-N8", "sets --nodes,"),
+        ("#SBATCH -N 8", "sets --nodes,"),
+        ("constraint=h100 -n 32", "sets --ntasks, and the script starts one task on every node; remove it: --slots"),
+        ("ntasks-per-node=8", "sets --ntasks-per-node,"),
+        ("gpus-per-node=4", "sets --gpus-per-node, which --slots gives; give --slots N instead"),
+        ("signal=USR1@60", "sets --signal, by which the run saves before the time limit; remove it"),
+        ("no-requeue", "sets --no-requeue, and the script queues the job again"),
+        ("export=NONE", "sets --export, and the ranks read variables that the script exports; give --env"),
+        ("##SBATCH --x", "is no option of sbatch; write it as --directive constraint=h100"),
+        ("#SBATCH", "is no option of sbatch"),
+        ("comment='x", "cannot be read (No closing quotation); quote the value as a shell does"),
+    ],
+)
+def test_a_directive_that_breaks_the_script_is_refused(text: str, told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        slurm_script(job(), SlurmOptions(directives=(text,)))
+    assert told in str(caught.value)
+
+
 ROOT = Path(__file__).parents[4]
 TRAIN = (
     "pretrain_gpt.py --preset llama-3-8b --tp 8 --data runs/data/corpus --tokenizer runs/data/tokenizer"
