@@ -69,7 +69,6 @@ _SPELLINGS: dict[str, str] = {
     "init_lr": "lr-warmup-init",
     "weight_decay": "end-weight-decay",
     "weight_decay_ramp": "weight-decay-incr-style",
-    "beta1": "adam-beta1 sgd-momentum",
     "beta2": "adam-beta2",
     "eps": "adam-eps",
     "muon_ns_steps": "muon-num-ns-steps",
@@ -109,7 +108,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "qk-layernorm": {"qk_norm": "head"},
     "apply-layernorm-1p": {"zero_centered_norm": True},
     "group-query-attention": {"num_kv_heads": 1},
-    "moe-router-pre-softmax": {"moe_renormalize": False},
     "moe-shared-expert-gate": {"moe_shared_gate": True},
     "untie-embeddings-and-output-weights": {"tie_embeddings": False},
     "use-distributed-optimizer": {"zero": 1},
@@ -123,6 +121,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "disable-doc-shuffling": {"shuffle": False},
     "finetune": {"reset_data": True, "reset_optimizer": True, "reset_step": True},
     "no-load-optim": {"reset_optimizer": True},
+    "no-load-rng": {},
     "no-async-tensor-model-parallel-allreduce": {"overlap_tp_reduce": False},
 }
 """Their flag without a value -> our options."""
@@ -134,8 +133,15 @@ REFINES: dict[str, str] = {
     "--num-kv-heads": "--group-query-attention",
     "--rope-scaling-factor": "--use-rope-scaling",
     "--end-weight-decay": "--weight-decay",
+    "--sgd-momentum": "--adam-beta1",
 }
 """Specific flag -> the general one that it overrides, in either order."""
+
+NEEDS: dict[str, str] = {
+    "num-query-groups": "group-query-attention",
+    "rope-scaling-factor": "use-rope-scaling",
+}
+"""Their flag -> the one without which it has no effect there, nor here."""
 
 
 def _layers_per_chunk(_: str, written: str, chunk: int, options: Mapping[str, Any]) -> int:
@@ -245,9 +251,23 @@ def _window(_: str, written: str, window: str, options: Mapping[str, Any]) -> in
 
 
 def _rope_scaling(_: str, written: str, factor: float, options: Mapping[str, Any]) -> Any:
-    """Set the factor; without --use-rope-scaling it has no effect."""
-    scaling = options["rope_scaling"]
-    return dataclasses.replace(scaling, factor=factor) if scaling else None
+    return dataclasses.replace(options["rope_scaling"], factor=factor)
+
+
+def _weights_before_choice(_: str, written: str, on: bool, options: Mapping[str, Any]) -> bool:
+    """Leave sigmoids alone: those of the chosen experts are divided by their sum there, whatever this flag says."""
+    if options["moe_router_score_function"] != "sigmoid" or options["moe_topk"] == 1:
+        return False
+    logger.info(f"{written}: has no effect on sigmoid scores, as in Megatron-LM")
+    return bool(options["moe_renormalize"])
+
+
+def _beta1(_: str, written: str, beta: float, options: Mapping[str, Any]) -> float:
+    """Take the flag of the optimizer: SGD's momentum, and beta 1 of all others, are one option here."""
+    if written.startswith("--sgd") == (options["optimizer"] == "sgd"):
+        return beta
+    logger.info(f"{written}: has no effect with --optimizer {options['optimizer']}, as in Megatron-LM")
+    return float(options["beta1"])
 
 
 def _delta_nets(_: str, written: str, variant: str, options: Mapping[str, Any]) -> int:
@@ -276,6 +296,9 @@ COMPUTED: dict[str, ComputedOption] = {
     "lr-warmup-samples": ComputedOption("warmup_steps", int, _steps),
     "lr-warmup-fraction": ComputedOption("warmup_steps", float, _warmup_fraction),
     "window-size": ComputedOption("window", str, _window),
+    "adam-beta1": ComputedOption("beta1", float, _beta1),
+    "sgd-momentum": ComputedOption("beta1", float, _beta1),
+    "moe-router-pre-softmax": ComputedOption("moe_renormalize", bool, _weights_before_choice),
     "rope-scaling-factor": ComputedOption("rope_scaling", float, _rope_scaling),
     "experimental-attention-variant": ComputedOption("linear_attention_freq", str, _delta_nets),
     "distributed-timeout-minutes": ComputedOption("watchdog_timeout", float, _minutes),

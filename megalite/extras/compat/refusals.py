@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
+from megalite.extras.compat.megatron import NEEDS
 from megalite.extras.compat.table import Refusal, patterns_of, read_table
 from megalite.runtime.options.dialect import Flag
 
@@ -33,7 +34,7 @@ process groups are made from --tp and --pp; NCCL is configured by its environmen
 DeepSpeed's engine and its optimizer are not used
     no-pipeline-parallel ds-fused-adam
 the launcher sets the rank of each process
-    local-rank lazy-mpu-init
+    lazy-mpu-init
 full recomputes every block, selective the attention core; there is nothing in between
     recompute-* checkpoint-num-layers distribute-*-activations partition-activations contigious-checkpointing
 tokens are sorted and multiplied in groups in one way
@@ -86,7 +87,8 @@ _MATTERS = """
     cp-partition* hierarchical-context-parallel-sizes hybrid-context-parallel
     ds-sequence-parallel-size=1 force-ds-sequence-parallel
 experts get every token that chooses them, by rules of their own -> use the options of docs/experts.md
-    num-experts-* expert-* moe-router-dtype=fp32 moe-* topk mlp-type=standard
+    num-experts-* expert-* moe-router-dtype=fp32 moe-layer-freq=1 moe-token-drop-policy=probs|position
+    moe-* topk mlp-type=standard
     enable-expert-tensor-parallelism create-moe-param-group use-tutel *-moe-*
 there is no separate FSDP engine -> use --zero 3, or --zero 2; --zero-group for hybrid sharding
     use-megatron-fsdp use-torch-fsdp2 *fsdp-*
@@ -95,6 +97,8 @@ offload is all or nothing, of one kind of state -> use --offload optimizer, or -
     remote-device use-pin-memory checkpoint-in-cpu fine-grained-* offload-modules
 megalite has no DeepSpeed engine -> drop it; --deepspeed-config FILE reads its file
     deepspeed*
+the launcher says it by LOCAL_RANK, which differs -> drop it, or start the ranks with torchrun
+    local-rank=$LOCAL_RANK|-1
 a layer specification in Python cannot be read -> describe the model with the options in --help all
     spec yaml-cfg
 the residual stream is in --precision; embedding, loss and matrix products have no precision of their own -> drop it
@@ -152,7 +156,7 @@ the final decay of wsd is linear -> drop it
 the learning rate depends on the flags and the step, never on the checkpoint -> drop it
     use-checkpoint-opt-param-scheduler no-load-lr-state
 a checkpoint is read as a whole, by its path -> drop it; --resume selects the checkpoint
-    *ckpt* *-checkpoint use-*-checkpoint-args use-checkpoint-args no-load-rng load-tag
+    *ckpt* *-checkpoint use-*-checkpoint-args use-checkpoint-args load-tag
 checkpoints are kept by number, not by distance -> use --keep-last
     save-retain-interval
 a run stops at --train-steps, or with a checkpoint at SIGTERM -> let the scheduler send it before its time limit
@@ -216,6 +220,11 @@ _TRAINER = {
 _TORCHRUN = """nproc-per-node nnodes node-rank master-addr master-port standalone rdzv-backend rdzv-endpoint rdzv-id
     rdzv-conf max-restarts monitor-interval local-addr log-dir redirects tee role start-method no-python"""
 
+_ROPE = ("--position-embedding-type rope", "--position rope", "--use-rotary-position-embeddings")
+_NO_YARN = ("--rotary-scaling-factor 1.0", "--rotary-scaling-factor 1")
+_NEUTRAL_BESIDE = {"no-position-embedding": _ROPE, "mscale": _NO_YARN, "mscale-all-dim": _NO_YARN}
+"""Flag of Megatron-LM -> flags beside any of which it asks for nothing."""
+
 
 def _give(option: str) -> str:
     return f"give {option}" if option.startswith("--") else option
@@ -263,12 +272,17 @@ def accept(flags: Sequence[Flag], known: Collection[str], hint: Callable[[str], 
             for each that matters, and one that names those without effect.
     """
     options: list[Flag] = []
+    given = {" ".join([f"--{flag}", *words]) for flag, words in flags}
+    names = {flag for flag, _ in flags}
     mistakes: dict[str, str] = {}
     harmless: dict[str, str] = {}
     for flag, words in flags:
         written = " ".join([f"--{flag}", *words])
         row = None if flag in known else find_refusal(flag, known)
-        if row is not None and row.accepts(flag, " ".join(words)):
+        if row is not None and (row.accepts(flag, " ".join(words)) or given & {*_NEUTRAL_BESIDE.get(flag, ())}):
+            continue
+        if flag in NEEDS and NEEDS[flag] not in names:
+            logger.info(f"{written}: has no effect without --{NEEDS[flag]}, as in Megatron-LM")
             continue
         if row is not None and not row.instead:
             harmless[f"--{flag}"] = f"{written}: {row.why}; drop it, or give --{IGNORE}"
@@ -280,7 +294,7 @@ def accept(flags: Sequence[Flag], known: Collection[str], hint: Callable[[str], 
             mistakes["--profile"] = "--profile: takes the steps to profile; give --profile 10:13 for steps 10 to 12"
         else:
             options.append((flag, words))
-    if harmless and any(flag == IGNORE for flag, _ in flags):
+    if harmless and IGNORE in names:
         logger.info(f"ignored, as they have no effect here: {', '.join(harmless)}")
         harmless = {}
     if mistakes or harmless:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -14,7 +15,8 @@ class Refusal(NamedTuple):
     Attributes:
         why: what megalite does instead.
         instead: what to change; empty if dropping the names does not affect training.
-        patterns: pattern of a name (`*` matches anything) -> values, as written, at which it is accepted.
+        patterns: pattern of a name (`*` matches anything) -> values, as written, at which it is accepted; `$NAME` is
+            the value of a variable of the environment.
     """
 
     why: str
@@ -33,7 +35,7 @@ class Refusal(NamedTuple):
             otherwise: accepted values of names for which the table lists none.
         """
         rows = (values for pattern, values in self.patterns.items() if fnmatchcase(name, pattern))
-        return any(value in (values or otherwise) for values in rows)
+        return any(value in map(os.path.expandvars, values or otherwise) for values in rows)
 
 
 def read_table(text: str) -> list[Refusal]:

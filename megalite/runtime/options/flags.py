@@ -33,9 +33,13 @@ def read_flags(tokens: Iterable[str], dialect: Dialect) -> tuple[Layer, dict[str
     computed: dict[str, OptionValue] = {}
     for flag, words in dialect.accept(_split(tokens), known, lambda flag: _hint(flag, known)):
         written = " ".join([f"--{flag}", *words])
+        alone = flag in dialect.computed and dialect.computed[flag].hint is bool
+        if words and (alone or flag in switches):
+            raise UserError(written, "takes no value", f"write --{flag} alone, or drop it")
+        if alone:
+            computed[flag] = OptionValue(True, written)
+            continue
         if flag in switches:
-            if words:
-                raise UserError(written, "takes no value", f"write --{flag} alone, or drop it")
             for name, value in switches[flag].items():
                 add_flag(flags, name, read_value(hints[name], value, written), written, dialect)
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 import sys
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.core.base.errors import UserError
 from megalite.core.options.lr import LR_DECAYS
@@ -98,6 +100,7 @@ EXPERTS, LATENTS = ("--num-experts", "8"), ("--kv-lora-rank", "24", "--v-head-di
 def test_renamed_flag_acts_as_ours(theirs: str) -> None:
     name = aliases.RENAMED[theirs]
     start = EXPERTS if name == "ep" or name.startswith("moe_") else LATENTS if name.startswith("qk_") else ()
+    start = (f"--{aliases.NEEDS[theirs]}",) if theirs in aliases.NEEDS else start
     ours = config(*start, "--" + name.replace("_", "-"), SAMPLE[name])
     assert config(*start, f"--{theirs}", SAMPLE[name]) == ours != config(*start)
     assert config(*start, f"--{theirs.replace('-', '_')}={SAMPLE[name]}") == ours
@@ -275,6 +278,16 @@ def test_batch_size_schedule_in_tokens() -> None:
         ("--epochs 3", "give --train-steps, which is epochs x samples / --global-batch-size"),
         ("--nproc-per-node 8", "--nproc-per-node 8: is an option of torchrun; write it before pretrain_gpt.py"),
         (
+            "--local-rank=0",
+            "--local-rank 0: is not an option here: the launcher says it by LOCAL_RANK, which differs; drop",
+        ),
+        ("--no-position-embedding", "--no-position-embedding: is not an option here: the model does not support"),
+        ("--no-position-embedding --position learned", "--no-position-embedding: is not an option here"),
+        ("--mscale-all-dim 1.0 --rope-scaling {factor: 8}", "--mscale-all-dim 1.0: is not an option here: YaRN"),
+        ("--moe-token-drop-policy probs --moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor 1.0: is not"),
+        ("--moe-router-pre-softmax 1", "--moe-router-pre-softmax 1: takes no value; write"),
+        ("--optimizer sgd --beta1 0.5 --sgd-momentum 0.8", "--sgd-momentum 0.8: --beta1 0.5 conflicts with it"),
+        (
             "--foo --lr 1 --bar",
             "--foo: is an unknown flag; see --help all\n  --bar: is an unknown flag; see",
         ),
@@ -302,7 +315,7 @@ NO_EFFECT = """
     tp-comm-overlap-rs-dgrad defer-embedding-wgrad-compute DDP-impl no-contiguous-buffers-in-local-ddp
     ddp-num-buckets ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw
     zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size
-    zero-allgather-bucket-size no-pipeline-parallel ds-fused-adam local-rank lazy-mpu-init recompute-method
+    zero-allgather-bucket-size no-pipeline-parallel ds-fused-adam lazy-mpu-init recompute-method
     recompute-num-layers recompute-modules distribute-saved-activations checkpoint-num-layers
     distribute-checkpointed-activations partition-activations contigious-checkpointing use-flash-attn
     use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton attention-backend transformer-impl
@@ -344,7 +357,7 @@ MATTERS = """
     lr-warmup-tokens warmup do-norm-bias-weight-decay
     head-lr-mult
     lr-wsd-decay-style use-checkpoint-opt-param-scheduler no-load-lr-state
-    universal-checkpoint no-load-rng ckpt-step load-tag pretrained-checkpoint
+    universal-checkpoint ckpt-step load-tag pretrained-checkpoint
     use-checkpoint-args use-mp-args-from-checkpoint-args exit-on-missing-checkpoint save-retain-interval
     exit-interval kill-switch-path adlr-autoresume skip-train wandb-entity
     fp8-format rl-x retro-x distributed-timeout-seconds-after-init softmax-scale muon-tp-mode
@@ -374,6 +387,9 @@ def test_flags_are_refused_by_name_or_ignored_where_they_have_no_effect() -> Non
             "--attention-backend auto",
             "--rope-type rope",
             "--mscale 1.0",
+            "--moe-token-drop-policy probs",
+            "--moe-layer-freq 1",
+            "--local-rank -1",
             "--moe-router-dtype fp32",
         ),
         *("--softmax-type vanilla", "--vocab-extra-ids 0", "--dataloader-type single", "--mtp-num-layers 0"),
@@ -384,6 +400,78 @@ def test_flags_are_refused_by_name_or_ignored_where_they_have_no_effect() -> Non
 def test_a_value_that_asks_for_nothing_is_accepted(argv: str) -> None:
     assert config(*argv.split()) == Config()
     assert config(*argv.replace(" ", "=").split()) == Config()
+
+
+@pytest.mark.parametrize(
+    ("argv", "neutral"),
+    [
+        ("--position-embedding-type rope", "--no-position-embedding"),
+        ("--use-rotary-position-embeddings", "--no-position-embedding"),
+        ("--rotary-scaling-factor 1.0", "--mscale 0.7 --mscale-all-dim 1.0"),
+        ("--resume runs/other", "--no-load-rng"),
+    ],
+)
+def test_a_flag_that_asks_for_nothing_beside_another_is_accepted(argv: str, neutral: str) -> None:
+    assert config(*argv.split(), *neutral.split()) == config(*neutral.split(), *argv.split()) == config(*argv.split())
+
+
+def test_the_local_rank_that_a_launcher_appends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.distributed.launch and deepspeed write it before the words of the script, where nobody can drop it."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert config("--local-rank=3", "--tp", "2") == config("--local_rank=3", "--tp", "2") == config("--tp", "2")
+    for flags in (["--local_rank=1"], ["--local_rank=1", "--ignore-megatron-flags"]):
+        with pytest.raises(UserError, match="--local-rank 1: .* LOCAL_RANK, which differs"):
+            config(*flags)
+
+
+SIGMOID = "--num-experts 8 --moe-router-score-function sigmoid --moe-router-pre-softmax"
+
+
+@pytest.mark.parametrize(
+    ("argv", "same", "line"),
+    [
+        ("--num-query-groups 2", "", "--num-query-groups 2: has no effect without --group-query-attention"),
+        ("--rope-scaling-factor 32", "", "--rope-scaling-factor 32: has no effect without --use-rope-scaling"),
+        ("--sgd-momentum 0.5", "", "--sgd-momentum 0.5: has no effect with --optimizer adamw"),
+        ("--optimizer sgd --adam-beta1 0.5", "--optimizer sgd", "--adam-beta1 0.5: has no effect with --optimizer sgd"),
+        (SIGMOID, SIGMOID[:-25], "--moe-router-pre-softmax: has no effect on sigmoid scores"),
+        # Where they have an effect, there is nothing to say.
+        ("--num-key-value-heads 2", "--num-kv-heads 2", ""),
+        ("--optimizer sgd --adam-beta1 0.5 --sgd-momentum 0.8", "--optimizer sgd --beta1 0.8", "--adam-beta1 0.5: has"),
+        ("--sgd-momentum 0.8 --optimizer sgd", "--optimizer sgd --beta1 0.8", ""),
+        (f"{SIGMOID} --moe-topk 1", f"{SIGMOID[:-25]} --moe-topk 1 --no-moe-renormalize", ""),
+    ],
+)
+def test_a_flag_without_the_one_that_it_needs(
+    argv: str, same: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Megatron-LM ignores it, so that the model was another one here."""
+    with caplog.at_level("INFO"):
+        assert config(*argv.split()) == config(*same.split())
+    told = [message for message in caplog.messages if "has no effect" in message]
+    assert len(told) == bool(line)
+    assert all(message.startswith(line) and message.endswith("as in Megatron-LM") for message in told)
+
+
+def test_scores_of_sigmoids_are_those_of_megatron() -> None:
+    """The weights of the chosen experts, with --moe-router-pre-softmax and without, against megatron-core's router."""
+    utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    logits = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    for function, topk, before in itertools.product(("softmax", "sigmoid"), (1, 2, 4), (False, True)):
+        words = f"--num-experts 8 --moe-router-score-function {function} --moe-router-topk {topk}"
+        weights, _ = utils.topk_routing_with_score_function(
+            logits, topk, use_pre_softmax=before, score_function=function
+        )
+        argv = [*words.split(), *(["--moe-router-pre-softmax"] if before else [])]
+        if topk == 1 and not before:
+            with pytest.raises(UserError, match="renormalized"):  # told, with what to give
+                config(*argv)
+            continue
+        ours = logits.softmax(-1) if function == "softmax" else logits.sigmoid()
+        ours = ours * (weights != 0)
+        if config(*argv).model.moe_renormalize:
+            ours = ours / ours.sum(-1, keepdim=True)
+        torch.testing.assert_close(weights, ours)
 
 
 def test_ignored_flags_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -434,7 +522,8 @@ def test_a_megatron_script_becomes_the_configuration_it_means() -> None:
         *shlex.split("""
         --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4
         --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-        --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8
+        --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+        --group-query-attention --num-query-groups 8
         --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 500000
         --rotary-percent 1.0 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
         --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.01
@@ -554,14 +643,15 @@ def ours(switch: dict[str, Any]) -> str:
         on = "" if value is True else "no-"
         dashed = name.replace("_", "-")
         shown.append(f"`--{on}{dashed}`" if TYPES[name] is bool else f"`--{dashed} {value}`")
-    return " ".join(shown)
+    return " ".join(shown) or "nothing: random numbers follow from the seed, and are in no checkpoint"
 
 
 def renamed_table() -> list[str]:
     rows = ["| Megatron-LM, Megatron-DeepSpeed | here |", "|---|---|"]
     for theirs, name in aliases.RENAMED.items():
         spelled = ", ".join(f"`{a}` = `{b}`" for a, b in aliases.VALUES.get(name, {}).items())
-        rows.append(f"| `--{theirs}` | {flag(name)}{f' ({spelled})' if spelled else ''} |")
+        needs = f" with `--{aliases.NEEDS[theirs]}`, else nothing" if theirs in aliases.NEEDS else ""
+        rows.append(f"| `--{theirs}` | {flag(name)}{f' ({spelled})' if spelled else ''}{needs} |")
     rows += [f"| `--{theirs}` | {ours(switch)} |" for theirs, switch in aliases.SWITCHES.items()]
     return rows
 
