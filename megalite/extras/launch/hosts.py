@@ -2,6 +2,7 @@
 
     file   = { line } ;  line = [ host [ slots ] ] [ "#" comment ]
     slots  = " slots=" N | ":" N            "node1 slots=8", "node1:8", "node1" (all its GPUs, counted by preflight)
+             then " max_slots=" M           of Open MPI: at least N
     filter = host [ ":" id { "," id } ] { "@" host ... }
 
 The order of lines is the order of node ranks; the first host is the master.
@@ -36,6 +37,7 @@ _DEFAULTS = {
 }
 # No leading "-" (ssh would read it as an option), no "@" (it separates filters), no second ":" (IPv6).
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(?P<slots>[^:]*))?")
+_MOST = re.compile("max[-_]slots=(.*)")
 _LINES = "one host per line as 'node1 slots=8', 'node1:8' or 'node1'; users, ports and IPv6 belong in ssh's config"
 _FILTERS = "write hosts as 'node1:0,1@node2'"
 
@@ -58,7 +60,7 @@ class Host:
 def parse_hostfile(path: Path) -> list[Host]:
     """Read hosts in file order. Raises UserError (file and line) for duplicates, slots < 1 and unknown words."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as e:
         remedy = "copy hostfile.example and name your hosts"
         raise UserError(f"--hostfile {path}", f"cannot be read ({e.strerror})", remedy) from None
@@ -82,17 +84,23 @@ def _parse_line(words: list[str], where: str) -> Host:
     match = _HOST.fullmatch(words[0])
     if match is None:
         raise UserError(where, f"{words[0]!r} is not a host name", _LINES)
-    count, further = match["slots"], words[1:]
+    count, further = match["slots"], [word for word in words[1:] if not _MOST.match(word)]
     if further and count is None and further[0].startswith("slots="):
         count = further.pop(0).removeprefix("slots=")
     if further:
         raise UserError(where, f"unknown word {further[0]!r}", _LINES)
     if count is None:
+        require(not any(map(_MOST.match, words)), where, "max_slots goes with slots", "write slots=N before it")
         return Host(match["name"], None)
     require(re.fullmatch(r"-?[0-9]+", count) is not None, where, f"slots {count!r} is not a whole number", _LINES)
     ok = len(count) < 10 and int(count) <= _MOST_SLOTS
     require(ok, where, f"slots {count[:20]} must be at most {_MOST_SLOTS}", "write the number of its GPUs")
     require(int(count) >= 1, where, f"slots {count} must be at least 1", "remove or comment out the host instead")
+    for most in (found[1] for word in words if (found := _MOST.match(word))):
+        fits = re.fullmatch("[0-9]{1,9}", most) is not None and int(most) >= int(count)
+        require(
+            fits, where, f"max_slots {most[:20]!r} is not a number of at least slots {count}", "correct or remove it"
+        )
     return Host(match["name"], tuple(range(int(count))))
 
 

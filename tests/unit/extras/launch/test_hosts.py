@@ -39,6 +39,15 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
     ]
 
 
+def test_a_hostfile_of_open_mpi(tmp_path: Path) -> None:
+    text = "\ufeffnode1 slots=2 max_slots=2\nnode2 max_slots=9 slots=3\nnode3:1 max-slots=4  # its own\n"
+    assert [(h.name, len(h.slots or ())) for h in parse_hostfile(write(tmp_path, text))] == [
+        ("node1", 2),
+        ("node2", 3),
+        ("node3", 1),
+    ]
+
+
 def test_the_example_parses() -> None:
     hosts = parse_hostfile(Path(__file__).parents[4] / "hostfile.example")
     assert [(h.name, len(h.slots or ())) for h in hosts] == [("node1", 8), ("node2", 8)]
@@ -54,12 +63,14 @@ def test_the_example_parses() -> None:
         (f"a:{'9' * 5000}\n", 1, "must be at most 1024"),
         ("\na slots=two\n", 2, "slots 'two' is not a whole number"),
         ("a:\n", 1, "slots '' is not a whole number"),
-        ("a max_slots=2\n", 1, "unknown word 'max_slots=2'"),
         ("a:2 slots=2\n", 1, "unknown word 'slots=2'"),
         ("a slots=2 gpu\n", 1, "unknown word 'gpu'"),
         ("me@a:2\n", 1, "'me@a:2' is not a host name"),
         ("fe80::1\n", 1, "'fe80::1' is not a host name"),
         ("-oProxyCommand=x\n", 1, "is not a host name"),
+        ("a slots=8 max_slots=4\n", 1, "max_slots '4' is not a number of at least slots 8; correct or remove it"),
+        ("a slots=8 max_slots=\n", 1, "max_slots '' is not a number"),
+        ("a max_slots=4\n", 1, "max_slots goes with slots; write slots=N before it"),
     ],
 )
 def test_errors_name_file_and_line(tmp_path: Path, text: str, line: int, told: str) -> None:
