@@ -17,10 +17,10 @@ def evaluate(run: Run) -> float | None:
     """Log and return the mean loss over `eval_steps` global batches of the evaluation data, the same every time.
 
     Returns:
-        The loss on every rank; None where there is no evaluation data.
+        The loss on every rank; None where there is no evaluation data, or no step of it is asked for.
     """
     cfg, ctx = run.engine.cfg, run.engine.ctx
-    if run.datasets.valid is None:
+    if run.datasets.valid is None or not cfg.run.eval_steps:
         return None
     run.engine.optimizer.wait_weights()
     with open_loader(run.engine, run.datasets.valid, cfg.train.global_batch_size) as loader:

@@ -73,7 +73,7 @@ class RunConfig:
     eval_every: int = 0
     """Steps between evaluations; 0: only at the end."""
     eval_steps: int = 10
-    """Number of global batches per evaluation."""
+    """Number of global batches per evaluation; 0: no evaluation, not at the end either."""
     log_every: int = 1
     """Steps between console lines (metrics.jsonl records every step)."""
     moe_per_layer_logging: bool = False
@@ -92,8 +92,9 @@ class RunConfig:
     """Also log to this Weights & Biases project (offline without an API key)."""
 
     def __post_init__(self) -> None:
-        in_range(self, "save_every save_model_every eval_every max_recoveries spare_ranks max_minutes", 0, 10**10)
-        in_range(self, "eval_steps log_every recover_every", 1, 10**10)
+        from_0 = "save_every save_model_every eval_every eval_steps max_recoveries spare_ranks max_minutes"
+        in_range(self, from_0, 0, 10**10)
+        in_range(self, "log_every recover_every", 1, 10**10)
         in_range(self, "keep_last", 2, 10**6)
         # A timeout shorter than a step, or than reading a file at start-up, would end healthy runs.
         in_range(self, "watchdog_timeout", 1 if self.watchdog_timeout != 0 else 0, 10**7)
@@ -120,6 +121,11 @@ class RunConfig:
         check_local("--calibration", self.calibration)
         step_range("--record-schedule", self.record_schedule)
         step_range("--profile", self.profile)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are evaluations between steps, for which data must be there."""
+        return self.eval_every > 0 and self.eval_steps > 0
 
     @property
     def folder(self) -> Path:

@@ -101,10 +101,10 @@ def open_data(
         datasets = _own_datasets(cfg, train_data, valid_data)
     elif d.mock_data:
         mock: Dataset = MockDataset(model.vocab, model.seq_len, seed)
-        datasets = Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1) if cfg.run.eval_every else None)
+        datasets = Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1) if cfg.run.evaluates else None)
     else:
         datasets = _token_files(cfg, tokenizer, share)
-    if cfg.run.eval_every and datasets.valid is None:
+    if cfg.run.evaluates and datasets.valid is None:
         given = "no valid_data" if train_data is not None else f"--split {d.split}"
         raise UserError(
             f"--eval-every {cfg.run.eval_every} with {given}",
@@ -144,7 +144,7 @@ def _token_files(cfg: Config, tokenizer: Tokenizer | None, share: tuple[int, int
         shuffle=d.shuffle,
         vocab_size=model.vocab,
         valid_data=d.valid_data,
-        evaluate=cfg.run.eval_every > 0,
+        evaluate=cfg.run.evaluates,
         document_mask=d.document_mask,
         loss_on=d.loss_on,
         loss_per=d.loss_per,
