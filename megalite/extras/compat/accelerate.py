@@ -35,6 +35,8 @@ _IGNORED = """
 """
 
 _REFUSALS = read_table("""
+what it configures is for other devices, or for fp8, which has options of its own here -> drop it
+    fp8_config fp8_config.* ipex_config ipex_config.* intel_cpu_config intel_cpu_config.* use_xpu use_mps_device
 runs start from torchrun, Slurm or Kubernetes -> use LOCAL_MACHINE
     compute_environment="LOCAL_MACHINE"
 all weights are sharded -> drop it
@@ -108,11 +110,12 @@ def _run(file: ToolFile) -> None:
     if (steps := file.pop_count("gradient_accumulation_steps")) is not None:
         file.batch["accumulation"] = steps
     file.copy("gradient_clipping", "clip_grad")
-    backend = file.pop("dynamo_config.dynamo_backend", "NO")
-    if str(backend).upper() == "INDUCTOR":
-        file.set("compile", True, "dynamo_config.dynamo_backend")
-    elif backend is not False and str(backend).upper() != "NO":
-        file.refuse("dynamo_config.dynamo_backend", backend, "must be INDUCTOR or NO", "use INDUCTOR")
+    for key in ("dynamo_backend", "dynamo_config.dynamo_backend"):  # of 0.15, and today's
+        backend = file.pop(key) or "NO"
+        if str(backend).upper() == "INDUCTOR":
+            file.set("compile", True, key)
+        elif str(backend).upper() != "NO":
+            file.refuse(key, backend, "must be INDUCTOR or NO", "use INDUCTOR")
 
 
 def _fsdp(file: ToolFile) -> None:

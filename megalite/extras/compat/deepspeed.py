@@ -6,6 +6,8 @@ Keys and defaults: deepspeed/runtime/config.py, runtime/zero/config.py, and the 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ from megalite.runtime.options.fields import Layer, OptionValue
 FLAG = "--deepspeed-config"
 
 _ZERO = "zero_optimization"
+# DeepSpeed reads Hjson, of which files have comments and last commas. Strings are matched to be kept.
+_STRING = r'("(?:\\.?|[^"\\])*(?:"|\Z))'
+_COMMENT = re.compile(_STRING + r"|#[^\n]*|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
+_TAIL = re.compile(_STRING + r"|,(?=\s*[}\]])")
 _BATCH = {
     "train_batch_size": "samples",
     "train_micro_batch_size_per_gpu": "micro",
@@ -34,7 +40,8 @@ def read_deepspeed(path: Path, flags: Layer, lower: Mapping[str, Any]) -> ToolFi
         UserError: it cannot be read, is not JSON with unique keys, or has keys that are refused.
     """
     try:
-        tree = json.loads(read_regular(path, LIMIT).decode(), object_pairs_hook=_unique)
+        text = _TAIL.sub(_only_string, _COMMENT.sub(_only_string, read_regular(path, LIMIT).decode("utf-8-sig")))
+        tree = json.loads(text, object_pairs_hook=_unique)
         require_shallow(tree)
         file = ToolFile(path, tree, flags, lower) if isinstance(tree, dict) else None
     except (OSError, ValueError, RecursionError) as e:
@@ -53,6 +60,9 @@ def translate(file: ToolFile) -> ToolFile:
         written = f"{file.path}: gradient_accumulation_steps 1 (DeepSpeed's default)"
         file.batch["accumulation"] = OptionValue(1, written)
         file.by_default.add("accumulation")
+    if isinstance(on := file.leaves.get(_ZERO), bool):  # of its first versions
+        file.leaves[f"{_ZERO}.stage"] = int(file.leaves.pop(_ZERO))
+        file.blocks.add(_ZERO)
     _optimizer(file)
     _scheduler(file)
     _precision(file)
@@ -68,6 +78,10 @@ def translate(file: ToolFile) -> ToolFile:
             file.refuse(on[0], True, "megalite has nothing like it", f"drop {block}")
     file.check_remaining(REFUSALS, [*IGNORED.split(), *features, *(f"{block}.*" for block in features)])
     return file
+
+
+def _only_string(found: re.Match[str]) -> str:
+    return found[1] or ""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -283,6 +297,9 @@ def _run(file: ToolFile) -> None:
             "2026 on, and did not clip before"
         )
     file.copy("gradient_clipping", "clip_grad")
+    if file.leaves.get("steps_per_print") == math.inf:
+        file.pop("steps_per_print")
+        file.notes.append("steps_per_print Infinity prints nothing there: --log-every stays as it is")
     file.copy("steps_per_print", "log_every")
     if file.pop("tensorboard.enabled"):
         file.set("tensorboard", True, "tensorboard.enabled")

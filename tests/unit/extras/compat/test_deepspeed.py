@@ -64,6 +64,8 @@ STAGE3 = {
     "stage3_max_reuse_distance": 1e9,
     "stage3_gather_16bit_weights_on_model_save": True,
 }
+ZERO_1 = {"bucket_size": 500_000_000, "overlap_grad_reduce": False, "overlap_param_gather": False}
+"""What stage 1 and nothing else asks for."""
 PINNED = {"device": "cpu", "pin_memory": True}
 NVME = {"device": "nvme", "nvme_path": "/scratch", "pin_memory": True, "buffer_count": 4, "fast_init": False}
 NVME_PARAM = {"device": "nvme", "nvme_path": "/scratch", "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9}
@@ -309,7 +311,8 @@ def test_zero_2_with_pipelines_is_accepted_with_its_cost(ds: Any, caplog: pytest
         ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage "two": must be one of 0, 1, 2, 3'),
         ({"train_batch_size": 0}, "train_batch_size 0: must be a whole number of at least 1"),
         ('{"gradient_clipping": 1, "gradient_clipping": 2}', "is not valid JSON: gradient_clipping is given twice"),
-        ("# hjson\n{}", "is not valid JSON"),
+        ('# hjson\n{"steps_per_print": 3', "is not valid JSON"),
+        ({"steps_per_print": float("nan")}, "steps_per_print NaN: must be a whole number"),
         ("[]", "must hold a JSON object"),
         (
             {"amp": {"enabled": True}, "oops": 1},
@@ -320,6 +323,39 @@ def test_zero_2_with_pipelines_is_accepted_with_its_cost(ds: Any, caplog: pytest
 def test_what_has_no_meaning_here_is_refused(ds: Any, tree: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         ds(tree)
+
+
+def test_a_file_in_hjson(ds: Any) -> None:
+    text = """\ufeff// from a page
+    {
+      "zero_optimization": {"stage": 2,}, /* as
+      there */ "wandb": {"enabled": true, "project": "a // b, # c /* \\" ,}",},  # ours
+      "optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.9, ],}},
+    }
+    # the end"""
+    got = options(ds(text))
+    assert (got["zero"], got["wandb_project"], got["beta1"], got["beta2"]) == (2, 'a // b, # c /* " ,}', 0.8, 0.9)
+
+
+@pytest.mark.parametrize("text", ['{"' + '\\"' * 10**6 + "\\", "{" + "/*" * 10**6, '{"a": ' + "," * 10**6])
+def test_a_broken_file_is_refused_at_once(ds: Any, text: str) -> None:
+    with pytest.raises(UserError, match="is not valid JSON"):
+        ds(text)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected", "told"),
+    [
+        ({"steps_per_print": float("inf")}, {}, "steps_per_print Infinity prints nothing there: --log-every stays as"),
+        ({"zero_optimization": True}, ZERO_1, ""),
+        ({"zero_optimization": False}, ZERO_1 | {"zero": 0}, ""),
+    ],
+)
+def test_legal_spellings_of_old_files(
+    ds: Any, tree: Any, expected: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert options(ds(tree)) == expected
+    assert any(told in message for message in caplog.messages)
 
 
 def test_a_disabled_feature_is_ignored(ds: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -357,6 +393,15 @@ FSDP = {
     "fsdp_sync_module_states": True,
     "fsdp_use_orig_params": True,
 }
+
+
+V0_15 = {
+    **dict.fromkeys(("command_file", "commands", "main_process_ip", "main_process_port", "tpu_name", "tpu_zone")),
+    **{f"{name}_config": {} for name in ("deepspeed", "fsdp", "megatron_lm", "fp8", "ipex")},
+    "dynamo_backend": "NO",
+    "gpu_ids": "all",
+}
+"""What `accelerate config` of 0.15 to 0.17 writes beside MACHINE, and empty blocks of later ones."""
 
 
 def axes(**sizes: int) -> dict[str, int]:
@@ -470,6 +515,12 @@ def accelerate(tmp_path: Path):
             },
             {"zero": 3, "tp": 2, "cp": 2},  # 8 samples, the default
         ),
+        (V0_15 | {"distributed_type": "MULTI_GPU"}, {"zero": 0}),
+        (V0_15 | {"distributed_type": "FSDP", "dynamo_backend": "INDUCTOR"}, {"zero": 3, "compile": True}),
+        (
+            V0_15 | {"distributed_type": "NO", "dynamo_config": {}, "parallelism_config": {}, "use_xpu": False},
+            {"zero": 0},
+        ),
         (
             {"dynamo_config": {"dynamo_backend": "INDUCTOR"}, "use_cpu": True, "gradient_accumulation_steps": 4},
             {"zero": 0, "compile": True, "device": "cpu", "global_batch_size": 16},
@@ -489,6 +540,9 @@ def test_files_of_accelerate(accelerate: Any, tree: dict[str, Any], expected: di
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_ignored_modules": "x"}}, "all weights are sharded"),
         ({"parallelism_config": {"parallelism_config_sp_size": 2}}, "use parallelism_config_cp_size, or --cp"),
         ({"dynamo_config": {"dynamo_backend": "EAGER"}}, "must be INDUCTOR or NO"),
+        ({"dynamo_backend": "EAGER"}, 'dynamo_backend "EAGER": must be INDUCTOR or NO'),
+        ({"fp8_config": {"backend": "TE"}}, 'fp8_config.backend "TE": what it configures is for other devices, or for'),
+        ({"use_xpu": True}, "use_xpu true: what it configures is for other devices"),
     ],
 )
 def test_what_accelerate_cannot_ask_for(accelerate: Any, tree: dict[str, Any], message: str) -> None:
