@@ -34,7 +34,17 @@ from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.data import Rows
 from tests.parity.jobs import make_config, start
-from tests.unit.checkpoint.hf_models import CASES, gradients, load_model, logits_of, make_model, read_all, tokens
+from tests.unit.checkpoint.hf_models import (
+    CASES,
+    LLAMA3_ROPE,
+    YARN_ROPE,
+    gradients,
+    load_model,
+    logits_of,
+    make_model,
+    read_all,
+    tokens,
+)
 from tests.unit.checkpoint.jobs import bytes_of_tensors, hf_job
 from tests.workers import WorkerPool
 
@@ -531,6 +541,32 @@ def test_experts_in_mxfp4_are_read_as_transformers_reads_them(models: Any, tmp_p
     (packed / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="missing, required by its config.json"):
         import_hf(packed, tmp_path / "other")
+
+
+@pytest.mark.parametrize("rope", [LLAMA3_ROPE, YARN_ROPE])
+@pytest.mark.parametrize("old", [False, True])
+def test_positions_before_scaling_are_those_that_transformers_takes(
+    models: Any, rope: dict[str, Any], old: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the scaling does not have them: those of the model."""
+    from transformers import AutoConfig
+
+    key = "original_max_position_embeddings"
+    raw = json.loads((models("llama")[0] / "config.json").read_text())
+    raw = {k: v for k, v in raw.items() if k not in ("rope_parameters", "rope_scaling", "rope_theta")}
+    without = {k: v for k, v in rope.items() if k != key}
+    for scaling in (without, rope):
+        keys = {"rope_scaling": dict(scaling), "rope_theta": 10000.0} if old else {"rope_parameters": dict(scaling)}
+        theirs = AutoConfig.for_model(**json.loads(json.dumps({**raw, **keys}))).rope_parameters
+        caplog.clear()
+        ours = read_config({**raw, **keys}, "config.json").rope_scaling
+        assert ours is not None
+        assert ours.original_max_position_embeddings == theirs[key]
+        told = f"config.json: rope scaling {rope['rope_type']} has no {key}: {raw['max_position_embeddings']}, as"
+        assert (told in caplog.text) == (scaling is without)
+    for other in ({"model_type": "phi3"}, {key: 24}):
+        with pytest.raises(UserError, match=f"rope scaling {rope['rope_type']} has no {key}"):
+            read_config({**raw, **other, "rope_theta": 10000.0, "rope_scaling": without}, "config.json")
 
 
 def test_gpt_oss_without_keys_of_rope_is_read_as_transformers_reads_it(models: Any) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any, get_type_hints
 
 from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
 from megalite.core.options.choices import ACTIVATIONS
 from megalite.core.options.layer_types import FULL, SLIDING
 from megalite.core.options.model import BALANCING, ModelConfig
@@ -194,6 +195,11 @@ def _read_rope(config: dict[str, Any], values: dict[str, Any], family: Family, w
         options["rope_theta_local"] = float(rope["rope_theta_local"])
     if family.partial_rotary:
         options["rope_fraction"] = float(rope["partial_rotary_factor"])
+    key = "original_max_position_embeddings"
+    # As transformers; of Phi-3 it takes a key beside the scaling.
+    if rope.get("rope_type") in SCALING_FIELDS and key not in {**rope, **values} and family.name != "phi3":
+        rope[key] = values["max_position_embeddings"]
+        logger.warning(f"{where}: rope scaling {rope['rope_type']} has no {key}: {rope[key]}, as transformers takes it")
     return {**options, **_read_scaling(rope, where)}
 
 
