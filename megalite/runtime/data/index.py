@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megalite.core.base.errors import UserError
 from megalite.runtime.data.binary import TokenFile, read_error
+from megalite.runtime.data.foreign import missing_index
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -148,6 +149,8 @@ def _file_size(path: Path, prefix: str) -> int:
         with path.open("rb") as f:
             return os.fstat(f.fileno()).st_size
     except FileNotFoundError:
+        if path.suffix == ".idx":
+            raise missing_index(prefix) from None
         remedy = "give the path without .bin/.idx, and check that both files are on this machine"
         raise UserError(f"data prefix {prefix}", f"{path} does not exist", remedy) from None
     except OSError as e:

@@ -139,6 +139,33 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
         IndexedDataset(tmp_path / "d")
 
 
+def test_data_of_other_programs_are_named(tmp_path: Path) -> None:
+    """nanoGPT's and llm.c's files, folders of MosaicML and others, with and without the end of the name."""
+    remedy = "write its texts as .jsonl, and make PREFIX.bin and PREFIX.idx of them with megalite preprocess"
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "nano.bin")
+    for magic, ids in ((20240520, "GPT-2"), (20240801, "Llama 3")):
+        np.array([magic, 1, 4, 0], np.int32).tofile(tmp_path / f"{ids[:3]}.bin")
+    folders = {"mds": "index.json", "lit": "index.json", "hub": "dataset_info.json", "any": "x"}
+    contents = {"mds": '{"shards": [{"format": "mds"}], "version": 2}', "lit": '{"chunks": []}'}
+    for name, file in folders.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(contents.get(name, "["))
+    write(tmp_path / "any" / "d")
+    rules = {
+        "nano": f"nano.idx does not exist; give the path .*; if .*/nano.bin is nanoGPT's, {remedy}",
+        "nano.bin": f"nano.bin.idx does not exist; give the path .*; if .*/nano.bin is nanoGPT's, {remedy}",
+        "GPT": f"/GPT.bin is a file of llm.c, with ids of GPT-2, and has no .idx; {remedy}",
+        "Lla.bin": f"/Lla.bin is a file of llm.c, with ids of Llama 3, and has no .idx; {remedy}",
+        "mds": f"is a MosaicML Streaming dataset, and token files are PREFIX.bin and PREFIX.idx; {remedy}",
+        "lit": f"is a LitData dataset, and .*; {remedy}",
+        "hub": f"is a folder of Hugging Face datasets, and .*; {remedy}",
+        "any": f"is a folder, and .*; give {tmp_path}/any/d$",
+    }
+    for name, rule in rules.items():
+        with pytest.raises(UserError, match=f"^data prefix {tmp_path}/{name}: .*{rule}"):
+            IndexedDataset(tmp_path / name)
+
+
 def test_data_without_a_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no tokens"):
         IndexedDataset(write(tmp_path / "d", [[], []]))
