@@ -1,5 +1,7 @@
 """Documents from `.jsonl`, `.json`, `.parquet` and any other file of UTF-8 text, all but parquet also `.gz` or `.zst`.
 
+A file with another name that holds JSON lines, as WikiExtractor's `wiki_00`, is read as `.jsonl` is.
+
 Reading is in two halves so that many processes can share it: `read_chunks` splits a file into chunks of raw records
 (one process, in order), `parse` turns a chunk into texts (any process).
 """
@@ -15,6 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,7 +26,8 @@ from megalite.core.base.log import logger
 from megalite.extras.prepare.json_values import json_values
 from megalite.runtime.data.tokenizer import optional_import
 
-_TABLES = (".ndjson", ".csv", ".tsv")
+_TABLES = (".csv", ".tsv")
+_LINES = (".jsonl", ".ndjson")
 _SNIFFED_BYTES = 8192
 CHUNK_BYTES, CHUNK_RECORDS = 1 << 18, 1024
 _BLOCK_BYTES = 1 << 20
@@ -113,7 +117,7 @@ def _is_text(path: Path) -> bool:
     # A .json file in a folder describes something more often than it holds text.
     if not path.is_file() or kind_of(path) in (".json", *_TABLES):
         return False
-    if kind_of(path) in (".jsonl", ".parquet"):
+    if kind_of(path) in (*_LINES, ".parquet"):
         return True
     with _open(path) as raw:
         start = b""
@@ -142,12 +146,14 @@ def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
     with _open(path) as raw:
         if kind == ".parquet":
             unit, records = "row", _parquet_values(raw, path, key)
-        elif kind == ".jsonl":
-            unit, records = "line", _lines(_blocks(raw, path), path)
         elif kind == ".json":
-            unit, records = "record", json_values(_read_all(_blocks(raw, path), path), path)
+            unit, records = "record", json_values(_blocks(raw, path), path, _MAX_RECORD)
         else:
-            unit, records = "file", iter([_read_all(_blocks(raw, path), path)])
+            head, blocks = _with_head(_blocks(raw, path))
+            if kind in _LINES or _begins_lines(head, key):
+                unit, records = "line", _lines(blocks, path)
+            else:
+                unit, records = "file", iter([_read_all(blocks, path)])
         first = 1
         batch = []
         size = 0
@@ -161,6 +167,40 @@ def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
                 size = 0
         if batch:
             yield Chunk(str(path), unit, first, batch, _position(raw))
+
+
+def holds_records(path: Path, key: str) -> bool:
+    """Whether a file holds records of JSON, by its name or its first lines."""
+    if kind_of(path) in (".json", *_LINES):
+        return True
+    with _open(path) as raw:
+        return kind_of(path) != ".parquet" and _begins_lines(_with_head(_blocks(raw, path))[0], key)
+
+
+def _with_head(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
+    """Return the start of a text, of something that may be JSON its whole first line, and all blocks."""
+    read = [next(blocks, b"")]
+    size = len(read[0])
+    while _may_be_object(read[0]) and b"\n" not in read[-1] and size <= _MAX_RECORD and (block := next(blocks, b"")):
+        read.append(block)
+        size += len(block)
+    return b"".join(read), chain(read, blocks)
+
+
+def _may_be_object(head: bytes) -> bool:
+    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+
+
+def _begins_lines(head: bytes, key: str) -> bool:
+    """Whether a text begins with a line that is a JSON object, and has the key or a line like it below."""
+    line, _, below = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    if not line.startswith(b"{"):
+        return False
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and (key in value or below.lstrip().startswith(b"{"))
 
 
 def parse(chunk: Chunk, key: str) -> Iterator[str | BadRecord]:

@@ -24,7 +24,7 @@ from megalite import __version__
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.extras.prepare.chat import ChatEncoder
-from megalite.extras.prepare.documents import Chunk, expand_inputs, kind_of, read_chunks
+from megalite.extras.prepare.documents import Chunk, expand_inputs, holds_records, read_chunks
 from megalite.extras.prepare.find_template import find_template
 from megalite.extras.prepare.progress import Progress
 from megalite.extras.prepare.template import ChatTemplate
@@ -115,8 +115,8 @@ def preprocess(
     check_output(out_prefix, paths, overwrite)
     _check_options(workers, chat, chat_template)
     tokenizer = load_tokenizer(tokenizer_path)
-    template = _template(chat_template, tokenizer, paths) if chat else None
-    make_encoder, text_key = _encoder_factory(tokenizer, template, key), key or "text"
+    template = _template(chat_template, tokenizer, paths, key) if chat else None
+    make_encoder, text_key = _encoder_factory(tokenizer, template, key), key or ("messages" if chat else "text")
     stats, start = PreprocessStats(), time.perf_counter()
     with (
         IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size), masked=chat) as writer,
@@ -172,8 +172,8 @@ def _check_documents(stats: PreprocessStats, inputs: list[str], share: tuple[int
         raise UserError(f"--input {' '.join(inputs)}{of_share}", rule, f"check the files and --key{fewer}")
 
 
-def _template(option: str | None, tokenizer: Tokenizer, paths: Iterable[Path]) -> ChatTemplate:
-    other = next((path for path in paths if kind_of(path) not in (".jsonl", ".json")), None)
+def _template(option: str | None, tokenizer: Tokenizer, paths: Iterable[Path], key: str | None) -> ChatTemplate:
+    other = next((path for path in paths if not holds_records(path, key or "messages")), None)
     if other is not None:
         rule = "conversations are lines of a .jsonl file, or a list in a .json file"
         raise UserError(f"--chat --input {other}", rule, "convert it to .jsonl")

@@ -64,6 +64,49 @@ def test_every_kind_of_input_gives_the_same_documents_each_with_one_end(tmp_path
         assert report.text_bytes == data.num_tokens - 3
 
 
+@pytest.mark.parametrize("name", ["wiki_00", "part-00000.txt", "a.ndjson", "b.gz", "c.zst"])
+def test_json_lines_are_read_whatever_the_file_is_called(tmp_path: Path, name: str) -> None:
+    """As WikiExtractor and Spark call theirs; alone and in a folder, with a long first line."""
+    texts = ["x" * (3 << 20), *TEXTS]
+    pack: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / name
+    path.write_bytes(pack.get(path.suffix, bytes)("\ufeff".encode() + jsonl(texts)))
+    for given in (path, path.parent):
+        assert preprocess([str(given)], "bytes", str(tmp_path / "o"), overwrite=True).documents == 4
+        data = IndexedDataset(tmp_path / "o")
+        assert [data.document(i).tolist() for i in range(4)] == [[*t.encode(), 256] for t in texts]
+    path.write_bytes(pack.get(path.suffix, bytes)(jsonl(TEXTS, "content")))
+    with pytest.raises(UserError, match=f"{name} line 1: .*must be a JSON object with the key 'text'"):
+        preprocess([str(path)], "bytes", str(tmp_path / "p"))
+    assert preprocess([str(path)], "bytes", str(tmp_path / "p"), key="content").documents == 3
+
+
+@pytest.mark.parametrize(
+    "text", ['{"version": 3, "mappings": "AAAA"}\n', "{\n}\n", "{x}\n{y}\n", '{"text": "cut', "[{}]\n{}"]
+)
+def test_text_that_only_resembles_json_lines_is_a_document(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.map").write_text(text)
+    preprocess([str(tmp_path / "a.map")], "bytes", str(tmp_path / "o"))
+    assert IndexedDataset(tmp_path / "o").document(0).tolist() == [*text.encode(), 256]
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_json_file_of_any_length_is_read_in_little_memory(tmp_path: Path, in_list: bool) -> None:
+    """C4's and Dolma's `.json.gz` hold lines, and unpack to more than a record may have."""
+    line = json.dumps({"text": "y" * (1 << 20)}).encode()
+    with gzip.open(tmp_path / "c4.json.gz", "wb", 1) as f:
+        f.write(b"[" * in_list + line)
+        for _ in range(139):
+            f.write(b",\n"[not in_list :] + line)
+        f.write(b"]" * in_list)
+    tracemalloc.start()
+    records = [len(record or b"") for chunk in read_chunks(tmp_path / "c4.json.gz", "text") for record in chunk.records]
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+    assert records == [len(line)] * 140
+
+
 def test_inputs_keep_the_order_given_and_globs_are_sorted(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c.jsonl"):
         (tmp_path / name).write_text("x")
