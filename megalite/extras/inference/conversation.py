@@ -40,7 +40,7 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._renderer, self._words = Renderer(self.template), ControlWords(self.tokenizer)
+        self._renderer, self._words = Renderer(self.template), ControlWords(self.tokenizer, self.template)
         ends = {*turn_ends(self.tokenizer).values(), self.tokenizer.eos_id}
         self._ends = {end for end in ends if end is not None}
 

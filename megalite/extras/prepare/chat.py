@@ -32,6 +32,9 @@ _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|return|>", "</s>")
 
+_MARKER = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+_ROLE = re.compile(r"</?(user|assistant|system|human|bot|model|tool)>", re.IGNORECASE)
+
 _FORMS = {"messages", "conversations", "prompt", "completion", "instruction", "output"}
 
 Message = dict[str, Any]
@@ -109,6 +112,20 @@ def turn_ends(tokenizer: Tokenizer) -> dict[str, int]:
     return {word: id_ for word, id_ in controls if word in _TURN_ENDS or id_ == tokenizer.eos_id}
 
 
+def template_words(tokenizer: Tokenizer, source: str) -> list[str]:
+    """Return the tokens that a template of this source begins and ends turns with: control tokens, and others it names.
+
+    Not pairs that content has too, such as `<think>` and `</think>`, unless they are named after a role.
+    """
+
+    def is_pair(word: str) -> bool:
+        twin = f"<{word[2:]}" if word.startswith("</") else f"</{word[1:]}"
+        return twin in source or twin in tokenizer.other_tokens
+
+    others = [word for word in tokenizer.other_tokens if word in source and _MARKER.fullmatch(word)]
+    return [*tokenizer.control_tokens, *(word for word in others if _ROLE.fullmatch(word) or not is_pair(word))]
+
+
 class ControlWords:
     """Hide the names of control tokens in the strings of a conversation, so that they stay text.
 
@@ -116,8 +133,8 @@ class ControlWords:
     end of a string, which the text after it could complete.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        words = list(tokenizer.control_tokens)
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.words = words = template_words(tokenizer, template.source)
         first = sorted({word[0] for word in words})
         self.stand_ins = {chr(code): char for code, char in zip(STAND_INS, first)}
         self._stand_in_of = {char: stand_in for stand_in, char in self.stand_ins.items()}
@@ -175,8 +192,8 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.key = key
         self.dtype = token_dtype(tokenizer.vocab_size)
-        self.renderer, self.words = Renderer(template), ControlWords(tokenizer)
-        self._ends_in_control = re.compile(rf"(?:{any_of(tokenizer.control_tokens)})\Z")
+        self.renderer, self.words = Renderer(template), ControlWords(tokenizer, template)
+        self._ends_in_control = re.compile(rf"(?:{any_of(self.words.words)})\Z")
         self._end_follows = re.compile(any_of(turn_ends(tokenizer)))
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:

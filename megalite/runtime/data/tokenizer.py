@@ -67,6 +67,9 @@ def any_of(words: Iterable[str]) -> str:
     return "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) or "(?!)"
 
 
+_BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+"""Names of control tokens, with ASCII bars or DeepSeek's full-width ones."""
+
 _T = TypeVar("_T")
 
 
@@ -113,6 +116,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def control_tokens(self) -> dict[str, int]:
         """Special tokens by name (`<|im_end|>`): a chat template writes them, text must not."""
+
+    @property
+    def other_tokens(self) -> dict[str, int]:
+        """More tokens by name that are found in any text (`<h1>`, `<think>`), unless a template's are hidden in it."""
+        return {}
 
     @abstractmethod
     def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
@@ -232,6 +240,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True
+        # In some folders ChatML's or DeepSeek's markers are added tokens, but not special: also in text.
+        added = self._model.get_added_tokens_decoder().items()
+        self._added = {token.content: i for i, token in added}
+        marks = [token for _, token in added if not token.special and re.fullmatch(_BARS, token.content)]
+        for token in marks:
+            token.special = True
+        self._model.add_special_tokens(marks)
         vocabulary = self._model.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"tokenizer {path}", "has an empty vocabulary", "give another file")
@@ -253,9 +268,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def control_tokens(self) -> dict[str, int]:
-        added = self._model.get_added_tokens_decoder().items()
-        # In some folders ChatML's markers are added tokens, but not special.
-        return {t.content: i for i, t in added if t.special or re.fullmatch(r"<\|.*\|>", t.content)}
+        return {t.content: i for i, t in self._model.get_added_tokens_decoder().items() if t.special}
+
+    @cached_property
+    def other_tokens(self) -> dict[str, int]:
+        return {name: i for name, i in self._added.items() if name not in self.control_tokens}
 
     def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
         self._model.encode_special_tokens = False
