@@ -44,7 +44,7 @@ def served_form(source: str, name: str | None = None) -> str:
     return _END_MARK.sub(r"{%\1 endif \2%}", MARK.sub(r"{%\1 if true \2%}", source))
 
 
-def fitting_name(source: str) -> str | None:
-    """Return the named template that writes most of the tokens that a template without marks writes; None if none."""
+def fitting_names(source: str) -> list[str]:
+    """Return the named templates that write only tokens that a template writes, the one with most of them first."""
     fitting = [name for name, words in NAMED.items() if words and all(word in source for word in words)]
-    return max(fitting, key=lambda name: (len(NAMED[name]), name == "chatml"), default=None)
+    return sorted(fitting, key=lambda name: (len(NAMED[name]), name == "chatml"), reverse=True)

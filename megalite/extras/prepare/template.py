@@ -15,7 +15,7 @@ import resource
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,7 +26,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from megalite.core.base.errors import UserError
-from megalite.extras.prepare.named_templates import MARK, fitting_name
+from megalite.extras.prepare.named_templates import MARK, fitting_names, read_named
 from megalite.extras.prepare.omissions import find_omission
 from megalite.runtime.data.tokenizer import Span
 
@@ -44,8 +44,19 @@ RESERVED = re.compile("[\U0010ff00-\U0010fffd]")
 _MAX_REPEATED = 1_000_000
 
 
+_NEXT_HEADER = "writes the header of the next turn after it, whether or not one follows"
+
+
 class TemplateFailure(Exception):
     """A template does not render a conversation, or its answers cannot be located in the result."""
+
+
+class _Unclear(TemplateFailure):
+    """The answer of a turn, counted from 0, cannot be located."""
+
+    def __init__(self, turn: int, problem: str) -> None:
+        rule = f"which tokens of turn {turn + 1} (assistant) are its answer is unclear"
+        super().__init__(f"{rule}: the template {problem}")
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,7 @@ class Renderer:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template, self.marked = template, MARK.search(template.source) is not None
+        self._named: dict[str, Renderer] = {}
         if RESERVED.search(template.source):
             raise UserError(template.where, "has characters U+10FF00 to U+10FFFD", "remove them")
         try:
@@ -162,10 +174,14 @@ class Renderer:
         Raises:
             TemplateFailure: the template fails, is too slow, or its answers cannot be located.
         """
-        with self._guarded():
-            if omission := find_omission(self._render, messages, tools):
-                raise TemplateFailure(omission)
-            return self._by_marks(messages, tools) if self.marked else self._by_turns(messages, tools)
+        try:
+            with self._guarded():
+                if omission := find_omission(self._render, messages, tools):
+                    raise TemplateFailure(omission)
+                locate = self._by_marks if self.marked else self._by_turns
+                return locate(messages, tools)
+        except _Unclear as e:
+            raise TemplateFailure(f"{e}; {self._marked_template(messages, tools)}") from None
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -187,6 +203,10 @@ class Renderer:
         )
 
     def _by_marks(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        text, spans = self._marks(messages, tools)
+        return text, [(first, end) for first, end in spans if end > first]
+
+    def _marks(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
         text, spans = "", []
         opened: int | None = None
         for piece in re.split(f"([{_OPEN}{_CLOSE}])", self._render(messages, tools)):
@@ -200,7 +220,7 @@ class Renderer:
                 opened = None
             else:
                 text += piece
-        return text, [(first, end) for first, end in spans if end > first]
+        return text, spans
 
     def _by_turns(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
         text, spans = self._render(messages, tools), []
@@ -210,22 +230,46 @@ class Renderer:
             before = self._render(messages[:turn], tools)
             prompt = self._render(messages[:turn], tools, header=True)
             after = self._render(messages[: turn + 1], tools)
-            answer, content = after[len(prompt) :].lstrip(), (message["content"] or "").strip()
-            problem = None
+            header = prompt.removeprefix(before).strip()
             if not (text.startswith(after) and after.startswith(prompt)):
-                problem = "writes this turn differently with and without what follows it"
-            elif prompt == before and not answer.startswith(content[:8]):
-                problem = "writes a header for this turn, but not with add_generation_prompt"
-            if problem is not None:
-                rule = f"which tokens of turn {turn + 1} (assistant) are its answer is unclear: the template {problem}"
-                raise TemplateFailure(f"{rule}; {self._marked_template()}")
+                raise _Unclear(turn, "writes this turn differently with and without what follows it")
+            if header and after[len(prompt) :].rstrip().endswith(header):
+                raise _Unclear(turn, _NEXT_HEADER)
+            if prompt == before and (problem := self._problem_without_prompt(messages[:turn], tools, before)):
+                raise _Unclear(turn, problem)
             spans.append((len(prompt), len(after)))
         return text, spans
 
-    def _marked_template(self) -> str:
-        name = fitting_name(self.template.source)
+    def _problem_without_prompt(self, messages: Sequence[dict[str, Any]], tools: Any, before: str) -> str | None:
+        """Say what is learned beside an answer by a template that `add_generation_prompt` does not change.
+
+        Such a template has no header of answers (Llama 2, Mistral), or always writes that of the next turn. An answer
+        that nothing can be mistaken for shows which.
+        """
+        probe = {"role": "assistant", "content": _OPEN}
+        alone = self._render([*messages, probe], tools)
+        followed = self._render([*messages, probe, {"role": "user", "content": _CLOSE}], tools)
+        if not alone.startswith(before) or _OPEN not in alone or _OPEN not in followed:
+            return "does not write a plain answer in this place"
+        # What comes before the answer may move, as Mistral's tools do, to the last turn of the user.
+        if not followed.partition(_OPEN)[2].startswith(alone.partition(_OPEN)[2]):
+            return _NEXT_HEADER
+        if alone[len(before) : alone.index(_OPEN)].strip():
+            return "writes a header for this turn, but not with add_generation_prompt"
+        return None
+
+    def _marked_template(self, messages: Sequence[dict[str, Any]], tools: Any) -> str:
+        """Advise a named template that renders this conversation, or a file."""
+        if self.marked:
+            return "give another template: --chat-template FILE"
         marks = "a template with marks, {% generation %}"
-        return f"--chat-template {name} gives {marks}" if name else f"give {marks}: --chat-template FILE"
+        for name in fitting_names(self.template.source):
+            if name not in self._named:
+                self._named[name] = Renderer(replace(self.template, source=read_named(name), where=name))
+            with contextlib.suppress(TemplateFailure):
+                self._named[name].answers(messages, tools)
+                return f"--chat-template {name} gives {marks}"
+        return f"give {marks}: --chat-template FILE"
 
     def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
         """Render a conversation up to the header of the next answer.

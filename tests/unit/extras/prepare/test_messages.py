@@ -71,3 +71,59 @@ def test_tokens_of_a_template_that_are_not_special_stay_text(tmp_path: Path) -> 
         # Without a template `[SEP]` is a token as `<h1>` is: what no shape tells from words of the vocabulary.
         assert [plain.tolist().count(i) for i in tokens] == [0, 0, 1, 1, 0, 0, 1]
         assert loaded.decode(plain.tolist()) == attack + end
+
+
+R7B = """{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant
+{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}OPENS{{ m.content }}{% endif %}<|im_end|>
+{%- else %}<|im_start|>{{- m.role + '\n' + m.content }}<|im_end|>{% endif %}{% endfor %}<|im_start|>assistant
+"""
+
+
+@pytest.mark.parametrize("content", ["", None, "yo"])
+def test_the_header_of_the_next_turn_is_no_part_of_an_answer(folder: Path, tmp_path: Path, content: str | None) -> None:
+    """Templates that always write it, as Command R7B's, after calls too; headers without `add_generation_prompt`."""
+    turns, what = calling(ARGUMENTS, content=content)[:2], "((m.content or '') ~ (m.tool_calls|tojson if m.tool_calls))"
+    always = UNMARKED.replace("{% if add_generation_prompt %}", "").removesuffix("{% endif %}")
+    calls = always.replace("m.content", what)
+    for template in (R7B, R7B.replace("OPENS", ""), calls):
+        with pytest.raises(
+            UserError, match="turn 2 .assistant. .*writes the header of the next turn after it, whether"
+        ):
+            convert(folder, [{"messages": turns}], tmp_path / "a", template)
+    after_answers = UNMARKED.replace("{% endfor %}", "{{ '<|im_start|>assistant\\n' if loop.last and m.role == "
+                                     "'assistant' }}{% endfor %}")  # fmt: skip
+    with pytest.raises(UserError, match="turn 2 .assistant. .*writes the header of the next turn"):
+        convert(folder, [{"messages": chat(*TURNS[:2])}], tmp_path / "a", after_answers)
+    headless = UNMARKED.partition("{% if add_gen")[0].replace("m.content", what)
+    with pytest.raises(UserError, match="turn 2 .assistant. .*writes a header for this turn, but not with"):
+        convert(folder, [{"messages": turns}], tmp_path / "a", headless)
+
+
+def test_what_moves_before_an_answer_is_no_header(folder: Path, tmp_path: Path) -> None:
+    """Mistral's template writes tools before the last turn of the user, and no header of answers."""
+    template = (
+        "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages %}"
+        "{% if m.role == 'user' %}{{ tools | tojson if tools and m == users[-1] }}[INST] {{ m.content }} [/INST]"
+        "{% elif m.tool_calls %} {{ m.tool_calls | tojson }}<|im_end|>{% elif m.role == 'tool' %}({{ m.content }})"
+        "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    convert(folder, [{"messages": calling(ARGUMENTS), "tools": [TOOL]}], tmp_path / "a", template)
+    text, learned, last, _ = read(folder, tmp_path / "a")
+    assert text == theirs(template, calling(ARGUMENTS), [TOOL])
+    assert learned == text.split("[/INST]")[1].replace("(7)", "")
+    assert last == " 4<|im_end|>"
+
+
+def test_only_a_template_that_writes_the_conversation_is_advised(folder: Path, tmp_path: Path) -> None:
+    """One that omits the tools would be refused for that."""
+    always = AS_JSON.replace("{% if add_generation_prompt %}", "").removesuffix("{% endif %}")
+    with pytest.raises(UserError, match="; --chat-template chatml gives a template with marks"):
+        convert(folder, [{"messages": chat(*TURNS)}], tmp_path / "a", always)
+    record = {"messages": calling(ARGUMENTS), "tools": [TOOL]}
+    with pytest.raises(UserError, match=r"; --chat-template qwen2.5 gives a template with marks"):
+        convert(folder, [record], tmp_path / "a", always)
+    convert(folder, [record], tmp_path / "a", chat_template="qwen2.5")
+    unknown = {"messages": [*chat(*TURNS[:2]), {"role": "assistant", "content": "x", "thinking": "y"}], "tools": [TOOL]}
+    place = always.replace("(m.content or '')", "(m.thinking or '') + (m.content or '')")
+    with pytest.raises(UserError, match=r"; give a template with marks, .*: --chat-template FILE"):
+        convert(folder, [unknown], tmp_path / "a", place)
