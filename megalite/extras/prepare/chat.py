@@ -2,13 +2,15 @@
 
 A record is `{"messages": [{"role", "content"}]}` (also under `conversations`), ShareGPT's
 `{"conversations": [{"from", "value"}]}`, `{"prompt", "completion"}`, texts or lists of messages, or Alpaca's
-`{"instruction", "input", "output"}`. `{"text"}` is plain text, all of which is learned.
+`{"instruction", "input", "output"}`: see `messages`. `{"text"}` is plain text, all of which is learned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.extras.prepare.documents import EXCERPT_CHARS, BadRecord, Chunk
+from megalite.extras.prepare.messages import (
+    Arguments,
+    BadConversation,
+    Message,
+    arguments_of,
+    messages_of,
+    tools_of,
+    with_text_arguments,
+)
 from megalite.extras.prepare.template import RESERVED, STAND_INS, ChatTemplate, Renderer, TemplateFailure
 from megalite.extras.prepare.workers import EncodedChunk
 from megalite.runtime.base.untrusted import require_shallow
@@ -27,83 +38,15 @@ ANSWER = 1
 LAST_ANSWER = 2
 """Bytes of `PREFIX.mask.bin`, one per token: not learned; of an answer; of the last answer of its conversation."""
 
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""ShareGPT's names; user, assistant, system and tool are used as well."""
-
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|return|>", "</s>")
 
 _MARKER = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _ROLE = re.compile(r"</?(user|assistant|system|human|bot|model|tool)>", re.IGNORECASE)
 
+_KNOWN_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
+"""Keys of messages that are used, or that many templates do without."""
+
 _FORMS = {"messages", "conversations", "prompt", "completion", "instruction", "output"}
-
-Message = dict[str, Any]
-
-
-class BadConversation(Exception):
-    """A record is not a conversation; the message says why."""
-
-
-def messages_of(record: dict[str, Any], key: str | None = None) -> list[Message]:
-    """Return the messages of a record, each with a role and, as a text or None, a content.
-
-    Args:
-        key: key of the messages, by default `messages` or `conversations`.
-
-    Raises:
-        BadConversation: the record has no known form.
-    """
-    turns = next((record[name] for name in ([key] if key else ["messages", "conversations"]) if name in record), None)
-    if turns is None and key is None and "prompt" in record and "completion" in record:
-        turns = []
-        for name, role in (("prompt", "user"), ("completion", "assistant")):
-            content = record[name]
-            turns += content if isinstance(content, list) else [{"role": role, "content": content}]
-    if turns is None and key is None and "instruction" in record and "output" in record:
-        turns = _alpaca(record)
-    if turns is None:
-        forms = "messages, nor conversations, nor prompt and completion, nor instruction and output, nor text"
-        raise BadConversation(f"the record has {f'no {key} (--key)' if key else f'neither {forms}'}")
-    if not isinstance(turns, list) or not turns:
-        raise BadConversation("the messages must be a list that is not empty")
-    messages = [_message(number, turn) for number, turn in enumerate(turns, 1)]
-    if messages[0]["role"] != "system" and isinstance(record.get("system"), str) and record["system"]:
-        messages.insert(0, {"role": "system", "content": record["system"]})
-    return messages
-
-
-def _alpaca(record: dict[str, Any]) -> list[Message]:
-    """Return the turns of an Alpaca record; `history`, pairs of earlier turns, is LLaMA-Factory's."""
-    history = record.get("history") or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise BadConversation("history must be a list of pairs [instruction, answer]")
-    question = record["instruction"]
-    if isinstance(question, str) and isinstance(record.get("input"), str) and record["input"]:
-        question = f"{question}\n{record['input']}" if question else record["input"]
-    pairs = [*history, (question, record["output"])]
-    return [{"role": role, "content": content} for pair in pairs for role, content in zip(("user", "assistant"), pair)]
-
-
-def _message(turn: int, message: Any) -> Message:
-    if not isinstance(message, dict):
-        raise BadConversation(f"turn {turn} must be an object, it is {type(message).__name__}")
-    weight = message.get("weight")
-    if "from" in message and "role" not in message:
-        role = _ROLES.get(str(message["from"]), message["from"])
-        if role not in ("user", "assistant", "system", "tool"):
-            known = ", ".join([*_ROLES, "user", "assistant", "system", "tool"])
-            raise BadConversation(f"turn {turn} is from {message['from']!r:.40}, and must be from one of {known}")
-        message = {"role": role, "content": message.get("value")}
-    if not isinstance(message.get("role"), str):
-        raise BadConversation(f"turn {turn} must have a role")
-    content = message.get("content")
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise BadConversation(f"the content of turn {turn} must be text, it is {type(content).__name__}")
-    if message["role"] == "assistant" and weight not in (None, 1):
-        raise BadConversation(f"turn {turn} has the weight {weight!r:.40}, and every answer is learned with weight 1")
-    return {**message, "content": content}
 
 
 def turn_ends(tokenizer: Tokenizer) -> dict[str, int]:
@@ -148,6 +91,8 @@ class ControlWords:
             hidden, count = self._names.subn(lambda m: self._stand_in_of[m[0][0]] + m[0][1:], value)
             # The result may still hold a shorter name, or one that began inside another.
             return self.hide(hidden) if count else hidden
+        if isinstance(value, Arguments):
+            return value.mapped(self.hide)
         if isinstance(value, dict):
             return {self.hide(name): self.hide(item) for name, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, list) else value
@@ -177,12 +122,14 @@ class EncodedRecord(NamedTuple):
         mask: bytes of `PREFIX.mask.bin`, [n].
         text_bytes: size of the text in UTF-8.
         plain: whether it is text without a template.
+        notes: what of it is not as given, for the log.
     """
 
     ids: npt.NDArray[Any]
     mask: npt.NDArray[np.uint8]
     text_bytes: int
     plain: bool = False
+    notes: tuple[str, ...] = ()
 
 
 class ChatEncoder:
@@ -207,7 +154,8 @@ class ChatEncoder:
         ids = np.concatenate([np.zeros(0, self.dtype), *(record.ids for record in records)])
         mask = np.concatenate([np.zeros(0, np.uint8), *(record.mask for record in records)])
         sizes, text_bytes = [len(record.ids) for record in records], sum(record.text_bytes for record in records)
-        return EncodedChunk(ids, sizes, text_bytes, 0, bad, mask, sum(record.plain for record in records))
+        notes = Counter(note for record in records for note in record.notes)
+        return EncodedChunk(ids, sizes, text_bytes, 0, bad, mask, sum(record.plain for record in records), notes)
 
     def encode(self, line: bytes) -> EncodedRecord:
         """Encode one record.
@@ -217,7 +165,7 @@ class ChatEncoder:
             TemplateFailure: the template does not render it, or its answers cannot be located.
         """
         try:
-            text = line.decode()
+            text = line.decode("utf-8-sig")
             record = json.loads(text)
             require_shallow(record)
             json.dumps(record, ensure_ascii=False).encode()  # fails for half of a surrogate pair
@@ -230,15 +178,41 @@ class ChatEncoder:
         messages = messages_of(record, self.key)
         if not any(message["role"] == "assistant" for message in messages):
             raise BadConversation("the conversation has no assistant turn, so nothing to learn")
-        hidden = self.words.hide({"messages": messages, "tools": record.get("tools")})
-        if RESERVED.search(json.dumps({"messages": messages, "tools": record.get("tools")}, ensure_ascii=False)):
+        unlearned = {turn for turn, message in enumerate(messages) if message.pop("weight", 1) == 0}
+        if not any(m["role"] == "assistant" and turn not in unlearned for turn, m in enumerate(messages)):
+            raise BadConversation("no answer of the conversation is to be learned: each has the weight 0")
+        given = {"messages": messages, "tools": tools_of(record)}
+        if RESERVED.search(json.dumps(given, ensure_ascii=False)):
             raise BadConversation("the conversation has characters U+10FF00 to U+10FFFD")
-        rendered, answers = self.renderer.answers(hidden["messages"], hidden["tools"])
+        rendered, answers, as_text = self._answers(**self.words.hide(given), unlearned=unlearned)
         if not answers:
             raise TemplateFailure("the chat template marks nothing in this conversation as an answer")
         ids, spans = self.words.encode(self.tokenizer, rendered)
         mask = self._mask(rendered, answers, spans)
-        return EncodedRecord(np.array(ids, self.dtype), mask, len(rendered.encode()))
+        notes = tuple(self._notes(messages, unlearned, as_text))
+        return EncodedRecord(np.array(ids, self.dtype), mask, len(rendered.encode()), notes=notes)
+
+    def _answers(self, messages: list[Message], tools: Any, unlearned: set[int]) -> tuple[str, list[Span], bool]:
+        """Render a conversation with the arguments of calls as objects, else as text; also return whether as text."""
+        try:
+            return *self.renderer.answers(messages, tools, unlearned), False
+        except TemplateFailure:
+            if arguments_of(messages):
+                with contextlib.suppress(TemplateFailure):
+                    return *self.renderer.answers(with_text_arguments(messages), tools, unlearned), True
+            raise
+
+    def _notes(self, messages: list[Message], unlearned: set[int], as_text: bool) -> Iterator[str]:
+        if unlearned:
+            yield "with answers that are not learned, as their weight is 0"
+        answers = [m for turn, m in enumerate(messages) if m["role"] == "assistant" and turn not in unlearned]
+        if any(not (m["content"] or "").strip() and "tool_calls" not in m for m in answers):
+            yield "with an empty answer, of which the end is learned"
+        if any(a.given_as_text != as_text for a in arguments_of(messages)):
+            yield f"with arguments of calls written as {'text' if as_text else 'objects'}, as the template needs them"
+        for name in sorted({name for message in messages for name in message} - _KNOWN_KEYS):
+            if not re.search(rf"\b{re.escape(name)}\b", self.renderer.template.source):
+                yield f"with {name!r:.40} in messages, which the template does not write"
 
     def _plain_text(self, text: Any) -> EncodedRecord:
         if not isinstance(text, str) or not text:

@@ -1,4 +1,4 @@
-"""What a chat template omits from a conversation: tools and calls that the model then never learns about."""
+"""What a chat template omits from a conversation: tools, calls and thoughts that the model then never learns about."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import jinja2
 
 Render = Callable[[Sequence[dict[str, Any]], Any], str]
 
+# Names of what an answer was thought out with.
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
+
 _REMEDY = "use a template that writes them (--chat-template)"
 # What templates raise about messages that they do not expect.
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError)
 
 
 def find_omission(render: Render, messages: Sequence[dict[str, Any]], tools: Any) -> str | None:
-    """Name the tools or calls that a template omits from its text, or a turn whose empty content it writes as "None".
+    """Name the tools, calls or thoughts that a template omits, or a turn whose empty content it writes as "None".
 
     Something is omitted if the template also accepts the conversation without it, and writes the same text.
 
@@ -29,7 +32,8 @@ def find_omission(render: Render, messages: Sequence[dict[str, Any]], tools: Any
     """
     calls = [turn for turn, message in enumerate(messages) if message.get("tool_calls")]
     empty = [turn for turn, message in enumerate(messages) if message["content"] is None]
-    if not (tools or calls or empty):
+    thoughts = [(turn, name) for turn, message in enumerate(messages) for name in _THOUGHTS if message.get(name)]
+    if not (tools or calls or empty or thoughts):
         return None
     text = render(messages, tools)
     if tools and _without(render, messages, None) == text:
@@ -38,12 +42,36 @@ def find_omission(render: Render, messages: Sequence[dict[str, Any]], tools: Any
         bare = {name: value for name, value in messages[turn].items() if name != "tool_calls"}
         if _without(render, [*messages[:turn], bare, *messages[turn + 1 :]], tools) == text:
             return f"the chat template omits the tool_calls of turn {turn + 1}: {_REMEDY}"
+    bare_calls = [_without_arguments(message) for message in messages]
+    if bare_calls != list(messages) and _without(render, bare_calls, tools) == text:
+        return f"the chat template omits the arguments of the calls of turn {calls[0] + 1}: {_REMEDY}"
+    for turn, name in thoughts:
+        # A template may leave out those of earlier turns, as long as it has a place for those of the last one.
+        bare = {key: value for key, value in messages[turn].items() if key != name}
+        to = _without(render, messages[: turn + 1], tools)
+        if to is not None and _without(render, [*messages[:turn], bare], tools) == to:
+            return f"the chat template omits the {name} of turn {turn + 1}: {_REMEDY}, or remove this key"
     for turn in empty:
         written = {**messages[turn], "content": ""}
         other = _without(render, [*messages[:turn], written, *messages[turn + 1 :]], tools)
         if other is not None and other.count("None") < text.count("None"):
             return f'the chat template writes the empty content (null) of turn {turn + 1} as "None": {_REMEDY}'
     return None
+
+
+def _without_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_bare(call) for call in message["tool_calls"]]}
+
+
+def _bare(call: Any) -> Any:
+    """Return a call with arguments that are empty, but of the same type."""
+    if not isinstance(call, dict):
+        return call
+    if "function" in call:
+        return {**call, "function": _bare(call["function"])}
+    return {**call, "arguments": "{}" if isinstance(call.get("arguments"), str) else {}}
 
 
 def _without(render: Render, messages: Sequence[dict[str, Any]], tools: Any) -> str | None:

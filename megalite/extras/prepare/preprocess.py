@@ -11,9 +11,10 @@ import hashlib
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class PreprocessStats:
     seconds: float = 0.0
     learned: int | None = None
     """Tokens that are learned; None where all are, as in text."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """What of how many conversations is not as given."""
 
     def add(self, encoded: EncodedChunk) -> None:
         """Count one chunk, and log its bad records while few have been logged."""
@@ -62,6 +65,7 @@ class PreprocessStats:
         self.empty += encoded.empty
         self.bad += len(encoded.bad)
         self.texts += encoded.texts
+        self.notes += encoded.notes
         if encoded.learned is not None:
             self.learned = (self.learned or 0) + int(np.count_nonzero(encoded.learned))
 
@@ -130,6 +134,8 @@ def preprocess(
             stats.add(encoded)
             progress.update(chunk.read, stats.documents, stats.tokens)
         _check_documents(stats, inputs, share)
+        for note, count in sorted(stats.notes.items()):
+            logger.info(f"{count} of {stats.documents} conversations {note}")
         writer.finalize(_sidecar(tokenizer, stats, template))
     stats.seconds = time.perf_counter() - start
     return stats

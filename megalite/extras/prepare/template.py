@@ -13,7 +13,7 @@ import json
 import re
 import resource
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -165,11 +165,17 @@ class Renderer:
             rule, remedy = f"does not compile ({e!s:.300})", "correct it, or give --chat-template"
             raise UserError(f"chat template {template.where}", rule, remedy) from e
 
-    def answers(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+    def answers(
+        self, messages: Sequence[dict[str, Any]], tools: Any, unlearned: Collection[int] = ()
+    ) -> tuple[str, list[Span]]:
         """Render a conversation; return the text and its answers, in order, as (first, end) characters.
 
         Answers are what the template marks. In a template without marks, the answer of a turn is what the conversation
         up to its end adds to the conversation before it and the header of an answer (`add_generation_prompt`).
+
+        Args:
+            messages, tools: the conversation.
+            unlearned: turns whose answers are left out.
 
         Raises:
             TemplateFailure: the template fails, is too slow, or its answers cannot be located.
@@ -179,7 +185,7 @@ class Renderer:
                 if omission := find_omission(self._render, messages, tools):
                     raise TemplateFailure(omission)
                 locate = self._by_marks if self.marked else self._by_turns
-                return locate(messages, tools)
+                return locate(messages, tools, unlearned)
         except _Unclear as e:
             raise TemplateFailure(f"{e}; {self._marked_template(messages, tools)}") from None
 
@@ -202,8 +208,19 @@ class Renderer:
             **self.template.tokens, messages=list(messages), tools=tools, documents=None, add_generation_prompt=header
         )
 
-    def _by_marks(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+    def _by_marks(
+        self, messages: Sequence[dict[str, Any]], tools: Any, unlearned: Collection[int]
+    ) -> tuple[str, list[Span]]:
         text, spans = self._marks(messages, tools)
+        for turn in sorted(unlearned, reverse=True):
+            answered = any(message["role"] == "assistant" for message in messages[:turn])
+            before = self._marks(messages[:turn], tools)[1] if answered else []
+            text_to, to = self._marks(messages[: turn + 1], tools)
+            # Those of later turns may be gone from `spans`.
+            end = to[-1][1] if to else 0
+            if (to, before) != (spans[: len(to)], to[: len(before)]) or text[:end] != text_to[:end]:
+                raise _Unclear(turn, "writes this turn differently with and without what follows it")
+            spans[len(before) : len(to)] = []
         return text, [(first, end) for first, end in spans if end > first]
 
     def _marks(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
@@ -222,10 +239,12 @@ class Renderer:
                 text += piece
         return text, spans
 
-    def _by_turns(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+    def _by_turns(
+        self, messages: Sequence[dict[str, Any]], tools: Any, unlearned: Collection[int]
+    ) -> tuple[str, list[Span]]:
         text, spans = self._render(messages, tools), []
         for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or turn in unlearned:
                 continue
             before = self._render(messages[:turn], tools)
             prompt = self._render(messages[:turn], tools, header=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,7 +26,8 @@ from megalite.runtime.data.tokens import token_dtype
 class EncodedChunk:
     """The documents of a chunk: ids end to end, the length of each, and what was skipped.
 
-    For chat data `learned` is a byte per id, see `chat.ANSWER`, and `texts` the number of documents of plain text.
+    For chat data `learned` is a byte per id, see `chat.ANSWER`, `texts` the number of documents of plain text, and
+    `notes` what of how many conversations is not as given.
     """
 
     tokens: npt.NDArray[Any]
@@ -35,6 +37,7 @@ class EncodedChunk:
     bad: list[BadRecord]
     learned: npt.NDArray[np.uint8] | None = None
     texts: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
 
 
 Encoder = Callable[[Chunk], EncodedChunk]

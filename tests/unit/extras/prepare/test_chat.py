@@ -236,7 +236,14 @@ def test_records_that_are_no_conversation_name_what_is_wrong(folder: Path, tmp_p
         "history must be a list of pairs": {"instruction": "x", "output": "y", "history": ["z"]},
         "nested in more than 64 levels": {"messages": chat(*TURNS), "tools": json.loads("[" * 900 + "]" * 900)},
         "must be a list that is not empty": {"messages": []},
-        "turn 2 has the weight 0": {"messages": [{**turn, "weight": 0} for turn in chat(*TURNS)]},
+        "turn 2 has the weight 0.5": {"messages": [{**turn, "weight": 0.5} for turn in chat(*TURNS)]},
+        "no answer of the conversation is to be learned": {"messages": [{**t, "weight": 0} for t in chat(*TURNS)]},
+        "turn 1 (user) is to be learned (train: True)": {"messages": [{**t, "train": True} for t in chat(*TURNS)]},
+        "turn 2 has train_detail": {"messages": [*chat(*TURNS[:1]), {**chat(TURNS[1])[0], "train_detail": [{}]}]},
+        "tools must be a list of objects, or a text with such a list": {"messages": chat(*TURNS), "tools": "[x"},
+        "the arguments of a call in turn 1 must be a JSON object": {
+            "messages": [{"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{x"}}]
+        },
         "turn 2 must be an object": {"messages": [*chat(TURNS[0]), "x"]},
         "turn 1 must have a role": {"messages": [{"content": "x"}]},
         "the content of turn 1 must be text": {"messages": [{"role": "user", "content": image}]},
