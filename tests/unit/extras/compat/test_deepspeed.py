@@ -395,7 +395,7 @@ FSDP = {
 }
 
 
-V0_15 = {
+V0_15: dict[str, Any] = {
     **dict.fromkeys(("command_file", "commands", "main_process_ip", "main_process_port", "tpu_name", "tpu_zone")),
     **{f"{name}_config": {} for name in ("deepspeed", "fsdp", "megatron_lm", "fp8", "ipex")},
     "dynamo_backend": "NO",

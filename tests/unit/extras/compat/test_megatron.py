@@ -99,7 +99,9 @@ EXPERTS, LATENTS = ("--num-experts", "8"), ("--kv-lora-rank", "24", "--v-head-di
 @pytest.mark.parametrize("theirs", aliases.RENAMED)
 def test_renamed_flag_acts_as_ours(theirs: str) -> None:
     name = aliases.RENAMED[theirs]
-    start = EXPERTS if name == "ep" or name.startswith("moe_") else LATENTS if name.startswith("qk_") else ()
+    start: tuple[str, ...] = (
+        EXPERTS if name == "ep" or name.startswith("moe_") else LATENTS if name.startswith("qk_") else ()
+    )
     start = (f"--{aliases.NEEDS[theirs]}",) if theirs in aliases.NEEDS else start
     ours = config(*start, "--" + name.replace("_", "-"), SAMPLE[name])
     assert config(*start, f"--{theirs}", SAMPLE[name]) == ours != config(*start)

@@ -64,7 +64,8 @@ def read(folder: Path | str, out: Path, document: int = 0) -> tuple[str, str, st
     mask = np.fromfile(f"{out}.mask.bin", np.uint8)
     assert len(mask) == data.num_tokens
     ids, mask = data.document(document), mask[data.starts[document] : data.starts[document + 1]]
-    return tuple(tokenizer.decode(part.tolist()) for part in (ids, ids[mask > 0], ids[mask == 2])) + (len(ids),)  # type: ignore[return-value]
+    text, learned, last = (tokenizer.decode(part.tolist()) for part in (ids, ids[mask > 0], ids[mask == 2]))
+    return text, learned, last, len(ids)
 
 
 def read_text(folder: Path, out: Path, document: int) -> str:

@@ -116,7 +116,7 @@ def test_function_call_and_functions_are_calls_and_tools(folder: Path, tmp_path:
     pairs = [("human", "hi"), ("function_call", json.dumps({"name": "rain", "arguments": ARGUMENTS}))]
     sharegpt = [{"from": name, "value": value} for name, value in [*pairs, ("observation", "7"), ("gpt", "4")]]
     bare = AS_JSON.replace("c.function.", "(c.function or c).")
-    records = [
+    records: list[dict[str, Any]] = [
         {"messages": turns, "tools": [TOOL]},
         {"messages": [turns[0], old, result, turns[3]], "functions": [TOOL["function"]]},
         {"conversations": sharegpt, "tools": json.dumps([TOOL])},
