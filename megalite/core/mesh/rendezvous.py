@@ -109,7 +109,9 @@ def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -
         device: device of this rank.
         timeout: time limit of an operation, from `group_timeout`.
     """
-    if world_size() == 1 or dist.is_initialized():
+    if dist.is_initialized():
+        return
+    if world_size() == 1:
         check_adopted()
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
