@@ -52,7 +52,7 @@ def main(
         if env_rank() == 0:
             show(cli.to_yaml(cfg) if parsed.print_config else dry_run_report(with_vocab_size(cfg), grid))
         return
-    with start(cfg, train_data, valid_data, companion) as run:
+    with start(cfg, train_data, valid_data) as run:
         fit(run, [Forecast(run), *callbacks])
 
 

@@ -28,7 +28,7 @@ from megalite.runtime.data import Samples
 from megalite.runtime.loop.run import Run
 from megalite.runtime.options import cli
 from megalite.runtime.options.run import Config
-from megalite.runtime.recover.member import NOBODY, Companion
+from megalite.runtime.recover.member import find_companion
 from megalite.runtime.start.start import open_run
 
 
@@ -55,12 +55,7 @@ def configure(**options: Any) -> Config:
     return settle_layout(parsed)
 
 
-def start(
-    cfg: Config,
-    train_data: Samples | None = None,
-    valid_data: Samples | None = None,
-    companion: Companion = NOBODY,
-) -> Run:
+def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | None = None) -> Run:
     """Open a run on this process, or on all of them under torchrun, and resume it if it has a checkpoint.
 
     Use it in a `with` statement, or call `close` at the end, which stops the watchdog, the checkpoint writer and the
@@ -70,7 +65,6 @@ def start(
         cfg: options from `configure`.
         train_data: your own samples, instead of `--data`.
         valid_data: your own samples for evaluation, with `train_data`.
-        companion: of a process that pretrain_gpt.py has started.
 
     Raises:
         UserError: the run cannot be started with these options; raised on every rank.
@@ -82,6 +76,7 @@ def start(
             exit_stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
             only_deterministic_kernels()
         grid = Grid.from_config(cfg.parallel, world_size())
+        companion = find_companion()
         # Where hosts are lost, two ranks would share a GPU for the last save.
         name = "cpu" if companion.turn.go.on_cpu else cfg.parallel.device
         device = pick_device(name, cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload)

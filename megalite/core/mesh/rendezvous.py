@@ -85,11 +85,14 @@ def _adopt_ranks() -> None:
 
 
 def check_adopted() -> None:
-    """Refuse to be one rank of several that do not know each other: each would train alone.
+    """Adopt a launcher's ranks; refuse to be one of several that do not know each other: each would train alone.
 
     Raises:
         LocalUserError: a launcher says so.
     """
+    if dist.is_initialized():
+        return
+    _adopt_ranks()
     for rank, *others in (text.split() for text in _LAUNCHERS if "RANK" not in os.environ):
         if rank in os.environ and (env_int(rank, 0) or env_int(others[1] if others else "", 1) > 1):
             given = (f"{name} {os.environ[name]}" for name in (rank, *others[1:2]) if name in os.environ)
@@ -109,9 +112,7 @@ def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -
         device: device of this rank.
         timeout: time limit of an operation, from `group_timeout`.
     """
-    if dist.is_initialized():
-        return
-    if world_size() == 1:
+    if world_size() == 1 or dist.is_initialized():
         check_adopted()
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]

@@ -464,8 +464,9 @@ def test_a_last_save_needs_no_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(api, "pick_device", pick)
     for of in (NOBODY, companion):
+        monkeypatch.setattr(api, "find_companion", lambda of=of: of)
         with pytest.raises(Left):
-            api.start(cfg, companion=of)
+            api.start(cfg)
     assert picked == [cfg.parallel.device, "cpu"] == ["auto", "cpu"]
 
 
