@@ -26,15 +26,18 @@ _OFFER = "megalite/rendezvous/offer"
 _RETRY = timedelta(seconds=1)
 # Other launchers' names of RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, as far as they have one. MPI's come
 # first: in a job of Slurm, its daemons are Slurm's tasks.
-_LAUNCHERS = (
-    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_SIZE",
-    "PMI_RANK MPI_LOCALRANKID PMI_SIZE MPI_LOCALNRANKS",
-    "PMI_RANK PMI_LOCAL_RANK PMI_SIZE PMI_LOCAL_SIZE",
-    "SLURM_PROCID SLURM_LOCALID SLURM_NTASKS",
-    "FLUX_TASK_RANK FLUX_TASK_LOCAL_ID FLUX_JOB_SIZE",
-    "PMIX_RANK",
-)
+_LAUNCHERS = [
+    names.split()
+    for names in (
+        "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_SIZE",
+        "PMI_RANK MPI_LOCALRANKID PMI_SIZE MPI_LOCALNRANKS",
+        "PMI_RANK PMI_LOCAL_RANK PMI_SIZE PMI_LOCAL_SIZE",
+        "SLURM_PROCID SLURM_LOCALID SLURM_NTASKS",
+        "FLUX_TASK_RANK FLUX_TASK_LOCAL_ID FLUX_JOB_SIZE",
+        "PMIX_RANK",
+    )
+]
 _MEETING_PLACE = {"MASTER_ADDR": "HOST_OF_RANK_0", "MASTER_PORT": "29500"}
 
 
@@ -45,7 +48,7 @@ def group_timeout(watchdog_timeout: float) -> timedelta:
 
 def launched_together() -> bool:
     """Whether torchrun, Slurm or MPI started this rank: they end all ranks when one exits."""
-    return under_torchrun() or any(names.split()[0] in os.environ for names in _LAUNCHERS)
+    return under_torchrun() or any(names[0] in os.environ for names in _LAUNCHERS)
 
 
 def under_torchrun() -> bool:
@@ -78,7 +81,7 @@ def _unset(names: Iterable[str]) -> list[str]:
 
 def _adopt_ranks() -> None:
     """Give another launcher's variables torchrun's names, where it sets all and the ranks know where they meet."""
-    for names in (text.split() for text in _LAUNCHERS):
+    for names in _LAUNCHERS:
         if "RANK" not in os.environ and len(names) > 1 and not _unset((*names, *_MEETING_PLACE)):
             ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
             os.environ.update({name: os.environ[theirs] for name, theirs in zip(ours, names)})
@@ -93,7 +96,7 @@ def check_adopted() -> None:
     if dist.is_initialized():
         return
     _adopt_ranks()
-    for rank, *others in (text.split() for text in _LAUNCHERS if "RANK" not in os.environ):
+    for rank, *others in _LAUNCHERS if "RANK" not in os.environ else []:
         if rank in os.environ and (env_int(rank, 0) or env_int(others[1] if others else "", 1) > 1):
             given = (f"{name} {os.environ[name]}" for name in (rank, *others[1:2]) if name in os.environ)
             missing = _unset(_MEETING_PLACE) or _unset(others) or ["RANK", "WORLD_SIZE"]

@@ -19,7 +19,6 @@ from megalite.runtime.recover.messages import Message, decode, encode
 # Far above any message, which are a line each.
 MAX_MESSAGE = 1 << 16
 
-
 # A host that is gone without a word is noticed within 15 s.
 _IDLE_S = 5
 _PROBE_S = 2
