@@ -94,7 +94,6 @@ TO_FP8 = "F2FP.SATFINITE.E4M3"
 def triton_cases() -> list[Case]:
     """Every Triton kernel in the shapes of a Llama-8B bf16 step; the norms at GPT-3 175B's width too."""
     from megalite.core.parts.kernels.triton import activation, cross_entropy, dropout, flat, norm, rope
-    from megalite.core.parts.kernels.triton.support import row_launch
 
     cases, no_codes = [], {"GROUP": 0, "LARGEST": 448.0}
     for name, width, rms, forward, backward in (
@@ -102,16 +101,19 @@ def triton_cases() -> list[Case]:
         ("add_rmsnorm_wide", 12288, True, Limit(48, 6), Limit(112, 14, 1)),
         ("add_layernorm", 4096, False, Limit(48, 8), Limit(128, 8, 2)),
         ("add_layernorm_wide", 12288, False, Limit(48, 8), Limit(128, 14, 2)),
+        ("add_rmsnorm_heads", 128, True, Limit(48, 4, 1), Limit(96, 6, 3)),
+        ("add_layernorm_heads", 64, False, Limit(48, 6), Limit(128, 7, 4)),
     ):
         constants: dict[str, Any] = {"RMS": rms, "RESIDUAL": True}
-        block, warps = row_launch(width)
-        cases.append(Case(name, norm.norm_forward_kernel, {**constants, **no_codes, "BLOCK": block}, warps, forward))
+        tile, block, warps = norm.norm_launch(width)
+        case = {**constants, **no_codes, "ROWS": tile, "BLOCK": block}
+        cases.append(Case(name, norm.norm_forward_kernel, case, warps, forward))
         for group in (128, 32) if name == "add_rmsnorm" else ():
-            case = {**constants, **no_codes, "GROUP": group, "BLOCK": block}
+            case = {**case, "GROUP": group}
             limit = replace(forward, registers=forward.registers + 48)
             cases.append(Case(f"{name}_fp8_{group}", norm.norm_forward_kernel, case, warps, limit, 89, TO_FP8))
-        chunks, block, warps = norm.backward_launch(width)
-        constants |= {"CHUNKS": chunks, "BLOCK": block}
+        chunks, tile, block, warps = norm.backward_launch(width)
+        constants |= {"CHUNKS": chunks, "ROWS": tile, "BLOCK": block}
         cases.append(Case(f"{name}_backward", norm.norm_backward_kernel, constants, warps, backward))
     finish = {"ADD": True, "BLOCK_ROWS": norm.FINISH_ROWS, "BLOCK": norm.FINISH_WIDTH}
     cases.append(Case("norm_finish", norm.norm_finish_kernel, finish, 4, Limit(48, 4, 1)))

@@ -29,6 +29,8 @@ STEPS: dict[str, tuple[str, int]] = {
     "Llama-3.2-1B, FP8 blockwise": ("--preset llama-3.2-1b --seq-len 4096 --fp8 blockwise", 4),
     "Llama-3-8B, 4 layers, FP8 blockwise": ("--preset llama-3-8b --num-layers 4 --seq-len 8192 --fp8 blockwise", 1),
     "Llama-3-8B, 4 layers, FP8 tensorwise": ("--preset llama-3-8b --num-layers 4 --seq-len 8192 --fp8 tensorwise", 1),
+    "Llama-3-8B, 16 layers": ("--preset llama-3-8b --num-layers 16 --seq-len 8192", 1),
+    "Llama-3-8B, 16 layers, FP8 blockwise": ("--preset llama-3-8b --num-layers 16 --seq-len 8192 --fp8 blockwise", 1),
     "gpt-oss-20b, 4 layers": ("--preset gpt-oss-20b --num-layers 4 --seq-len 4096", 1),
     "DeepSeek-V2-Lite, 4 layers": ("--preset deepseek-v2-lite --num-layers 4 --seq-len 4096", 1),
     "Qwen3-Next-80B-A3B, 4 layers, 64 experts": (

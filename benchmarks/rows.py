@@ -228,10 +228,11 @@ def main() -> None:
     """Run the rows that are asked for on stdin, one a line; write a line of JSON for each."""
     module, name, told = sys.argv[1:]
     rows = {row.name: row for row in importlib.import_module(module).ROWS}
-    if name == "cpu":
-        import torch
+    import torch
 
-        torch.set_num_threads(1)
+    # Rows that run together compute their references on the same cores.
+    torch.set_num_threads(1)
+    if name == "cpu":
         device: Any = torch.device("cpu")
     else:
         from megalite.core.mesh.device import pick_device

@@ -60,6 +60,8 @@ def test_an_accident_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     """While a row hangs on a child in a session of its own."""
     script = (
+        # A suite that runs in the background ignores SIGINT, and its children would.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys, time; from benchmarks.rows import run_rows; log = open(sys.argv[1] + '/log', 'ab', buffering=0)\n"
         "run_rows('tests.gpu.faulty_rows', 'cpu', ['hang for long', 'last'], time.monotonic() + 600, log, print)"
     )

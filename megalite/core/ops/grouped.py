@@ -30,7 +30,6 @@ from itertools import accumulate
 from typing import Any, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.core.ops.matmul import linear_wgrad
@@ -52,7 +51,9 @@ class Sizes(Sequence[int]):
     @cached_property
     def ends(self) -> Tensor:
         """Where each group begins, and the last ends, int32 [E + 1], on the device."""
-        return F.pad(self.counts.cumsum(0, dtype=torch.int32), (1, 0))
+        ends = self.counts.new_zeros(len(self.counts) + 1, dtype=torch.int32)
+        torch.cumsum(self.counts, 0, dtype=torch.int32, out=ends[1:])
+        return ends
 
     @cached_property
     def _host(self) -> list[int]:

@@ -227,7 +227,9 @@ def test_a_layer_is_the_sum_of_its_experts(activation: str) -> None:
 
 @pytest.mark.parametrize("kind", DISPATCHES)
 def test_the_shared_expert_runs_before_the_host_waits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of rows are on their way to the host meanwhile, and each layer waits for them once."""
+    """Numbers of rows are on their way to the host meanwhile, and each layer waits for them once. A rank that holds all
+    experts sends none: they start when a product of the host's asks for them.
+    """
     calls = []
     start = dispatch.start_host_counts
 
@@ -247,4 +249,4 @@ def test_the_shared_expert_runs_before_the_host_waits(kind: str, monkeypatch: py
     assert layer.shared_expert is not None
     layer.shared_expert.register_forward_hook(lambda *args: calls.append("shared expert"))
     layer(torch.randn(8, 2, 16), TRAINING)
-    assert calls == ["start", "shared expert", "wait"]
+    assert calls == (["shared expert", "start", "wait"] if kind == "alltoall" else ["start", "shared expert", "wait"])

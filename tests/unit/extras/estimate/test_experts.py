@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -56,6 +57,20 @@ def test_experts_of_one_rank_never_make_the_host_wait(bias: str) -> None:
     real = json.loads(done.stdout)
     assert real["host_syncs_in"] == {"status of the step": 1}
     assert real["calls"]["backward"]["megalite::triton_grouped_wgrad_"] == 2 * 4 * 16
+
+
+@NEEDS_COMPILER
+def test_what_a_layer_of_experts_launches() -> None:
+    """Of Qwen3's kind, in one micro-batch; a GPU that is late in a step is late here first."""
+    flags = FLAGS.replace("mixtral", "qwen3_moe").replace("--ep 2 --tp 2", "--precision bf16 --micro-batch-size 1")
+    words = f"--world 1 --json {flags} --global-batch-size 1 --moe-ffn-size 128 --moe-topk 2"
+    one, two, _ = answers([f"{words} --num-layers {n}" for n in (1, 2)])
+    calls = [json.loads(answer)["calls"] for answer in (one, two)]
+    added = {way: Counter(calls[1][way]) - Counter(calls[0][way]) for way in ("forward", "backward")}
+    assert {way: sum(found.values()) for way, found in added.items()} == {"forward": 56, "backward": 37}
+    # What each token's experts, and each expert's tokens, take beside the dense layer's.
+    assert added["forward"]["aten::sort"] == added["forward"]["megalite::triton_combine_rows"] == 1
+    assert added["backward"]["megalite::triton_grouped_wgrad_"] == 2
 
 
 @pytest.mark.full

@@ -23,7 +23,6 @@ from megalite.core.batch import ForwardPass
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis
 from megalite.core.model.layers import Layers
-from megalite.core.parts.ffn.experts.dispatch import count
 from megalite.core.parts.ffn.experts.grouped_linear import WideLinear
 
 
@@ -85,7 +84,8 @@ class Router(WideLinear):
         self.by_sequence = cfg.moe_router_load_balancing_type == "seq_aux_loss"
         self.aux_coeff = 0.0 if cfg.moe_router_load_balancing_type == "none" else cfg.moe_aux_loss_coeff
         # Axes whose ranks hold other tokens of the same samples.
-        self.sharing: Sequence[Axis] = [layers.cp, *([layers.tp] if layers.sequence_parallel else [])]
+        axes = [layers.cp, *([layers.tp] if layers.sequence_parallel else [])]
+        self.sharing: Sequence[Axis] = [axis for axis in axes if axis.size > 1]
         self.shard = layers.tp.rank if layers.sequence_parallel else 0
 
     def route(self, x_SBH: torch.Tensor, fwd: ForwardPass) -> Routing:
@@ -106,9 +106,12 @@ class Router(WideLinear):
         plain = self.choice_bias is None and self.groups == 1
         largest_TK = ids_TK if plain else scores_TE.detach().topk(self.k).indices
         weights_SB = self._weights(x_SBH, fwd)
-        balance, counts = self._balance(p_TE.view(*x_SBH.shape[:2], -1), largest_TK, weights_SB)
+        # Without a coefficient a loss is a figure, which needs no backward pass.
+        with torch.set_grad_enabled(self.aux_coeff != 0 and torch.is_grad_enabled()):
+            balance, counts = self._balance(p_TE.view(*x_SBH.shape[:2], -1), largest_TK, weights_SB)
         counts = counts if plain else self._count(ids_TK, weights_SB).sum(0)
-        z = (logits_TE.logsumexp(-1).square() * weights_SB.flatten()).sum()
+        with torch.set_grad_enabled(self.z_coeff != 0 and torch.is_grad_enabled()):
+            z = (logits_TE.logsumexp(-1).square() * weights_SB.flatten()).sum()
         if not self.log.recomputing:
             self.log.add(key, ids_TK, torch.cat((balance.detach()[None], z.detach()[None], counts)).double())
         wanted = self.aux_coeff or self.z_coeff
@@ -133,10 +136,10 @@ class Router(WideLinear):
 
     def _count(self, ids_TK: torch.Tensor, weights_SB: torch.Tensor) -> torch.Tensor:
         """Count how often each expert is chosen in every sample by tokens that have a weight, int64 [B, E]."""
-        samples, num = weights_SB.shape[1], self.num_experts
-        places = torch.arange(len(ids_TK), device=ids_TK.device) % samples
-        counted = (weights_SB != 0).flatten().repeat_interleave(self.k)
-        return count((places[:, None] * num + ids_TK).flatten(), samples * num, counted).view(samples, num)
+        counts_BE = torch.zeros(weights_SB.shape[1], self.num_experts, dtype=torch.int64, device=ids_TK.device)
+        ids_BSK = ids_TK.view(*weights_SB.shape, -1).transpose(0, 1)
+        counted_BSK = (weights_SB != 0).long().t().unsqueeze(-1).expand_as(ids_BSK)
+        return counts_BE.scatter_add_(1, ids_BSK.flatten(1), counted_BSK.flatten(1))
 
     def _balance(
         self, p_SBE: torch.Tensor, ids_TK: torch.Tensor, weights_SB: torch.Tensor
@@ -148,7 +151,9 @@ class Router(WideLinear):
         if self.by_sequence:
             chosen_UE, p_UE = counts_BE, p_SBE.sum(0)
         else:
-            chosen_UE, p_UE = counts[None].clone(), p_SBE.sum((0, 1))[None]
+            chosen_UE, p_UE = counts[None], p_SBE.sum((0, 1))[None]
+        if self.sharing:
+            chosen_UE = chosen_UE.clone()
         for axis in self.sharing:
             collectives.all_reduce(chosen_UE, axis).wait()
         # K T_u, as each token chooses K; a unit without a token has nothing to balance.

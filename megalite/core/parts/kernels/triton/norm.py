@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm with optional residual addition, forward and backward. Contracts: ops/rmsnorm.py, layernorm.py.
 
-Forward: one program per row, which reads its inputs once. Backward: a few programs per multiprocessor walk over the
-rows and keep partial sums of dweight (and dbias) in registers; a second stage adds them up, without atomics. Rows too
-wide for that are divided into chunks, one program per chunk.
+Forward: one program per row, or for several narrow ones, which reads its inputs once. Backward: a few programs per
+multiprocessor walk over the rows and keep partial sums of dweight (and dbias) in registers; a second stage adds them
+up, without atomics. Rows too wide for that are divided into chunks, one program per chunk.
 """
 
 from __future__ import annotations
@@ -17,14 +17,22 @@ from megalite.core.parts.kernels.triton.support import FUSE, num_multiprocessors
 
 # Columns per program in backward: 16384 would spill, because 1024 threads have 64 registers each.
 BACKWARD_WIDTH = 8192
+# Elements of several narrow rows that a program works on at a time.
+TILE = 2048
 # Partial sums of dweight and columns that a program of the second stage adds at a time.
 FINISH_ROWS, FINISH_WIDTH = 32, 64
 
 
-def backward_launch(width: int) -> tuple[int, int, int]:
-    """Return (CHUNKS, BLOCK, num_warps) of backward."""
-    block, warps = row_launch(min(width, BACKWARD_WIDTH))
-    return triton.cdiv(width, block), block, warps
+def norm_launch(width: int) -> tuple[int, int, int]:
+    """Return (ROWS, BLOCK, num_warps): rows of heads are narrow, and one by one would wait for memory."""
+    block, warps = row_launch(width)
+    return (1, block, warps) if block > TILE // 4 else (TILE // block, block, TILE // 512)
+
+
+def backward_launch(width: int) -> tuple[int, int, int, int]:
+    """Return (CHUNKS, ROWS, BLOCK, num_warps) of backward."""
+    rows, block, warps = norm_launch(min(width, BACKWARD_WIDTH))
+    return triton.cdiv(width, block), rows, block, warps
 
 
 @triton.jit
@@ -39,41 +47,45 @@ def norm_forward_kernel(
     rstd_ptr,
     codes_ptr,
     scale_ptr,
+    rows,
     width,
     eps,
     RMS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Normalize a row; with GROUP, also write its FP8 codes, of which so many share a scale."""
-    row = tl.program_id(0)
-    start = tl.cast(row, tl.int64) * width
-    columns = tl.arange(0, BLOCK)
-    mask = columns < width
-    x = tl.load(x_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+    """Normalize ROWS rows; with GROUP one, and write its FP8 codes, of which so many share a scale."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    at = tl.cast(tl.program_id(0), tl.int64) * ROWS * width + (tl.arange(0, ROWS)[:, None] * width + columns)
+    inside, exists = columns < width, row < rows
+    mask = inside & exists
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
-        x += tl.load(residual_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
         # Normalize what is stored: backward sees the rounded sum.
         rounded = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + start + columns, rounded, mask=mask)
+        tl.store(total_ptr + at, rounded, mask=mask)
         x = rounded.to(tl.float32)
     if not RMS:
-        mean = tl.sum(x, axis=0) / width
-        tl.store(mean_ptr + row, mean)
+        mean = tl.sum(x, axis=1, keep_dims=True) / width
+        tl.store(mean_ptr + row, mean, mask=exists)
         x = tl.where(mask, x - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
-    tl.store(rstd_ptr + row, rstd)
-    y = x * rstd * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + eps)
+    tl.store(rstd_ptr + row, rstd, mask=exists)
+    y = x * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if not RMS:
-        y += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     y = y.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + start + columns, y, mask=mask)
+    tl.store(y_ptr + at, y, mask=mask)
     if GROUP:
-        y = tl.where(mask, y.to(tl.float32), 0.0)
-        scales = scale_ptr + row * tl.cdiv(width, GROUP)
-        store_codes(y, columns, width, codes_ptr + start, scales, LARGEST, GROUP, BLOCK)
+        y = tl.reshape(tl.where(mask, y.to(tl.float32), 0.0), (BLOCK,))
+        codes = codes_ptr + tl.cast(tl.program_id(0), tl.int64) * width
+        scales = scale_ptr + tl.program_id(0) * tl.cdiv(width, GROUP)
+        store_codes(y, tl.arange(0, BLOCK), width, codes, scales, LARGEST, GROUP, BLOCK)
 
 
 @triton.jit
@@ -81,28 +93,27 @@ def _other_sums(
     dy_ptr,
     x_ptr,
     weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    row,
+    mean,
+    rstd,
+    start,
     width,
     RMS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return (sum of dy weight normed, sum of dy weight) over the chunks of the row that other programs hold."""
-    start = tl.cast(row, tl.int64) * width
-    projection, shift = 0.0, 0.0
+    """Return (sum of dy weight normed, sum of dy weight) over the chunks of a row that other programs hold."""
+    projection, shift = tl.zeros((1, 1), tl.float32), tl.zeros((1, 1), tl.float32)
     for step in tl.static_range(1, CHUNKS):
-        columns = (tl.program_id(0) + step) % CHUNKS * BLOCK + tl.arange(0, BLOCK)
+        columns = (tl.program_id(0) + step) % CHUNKS * BLOCK + tl.arange(0, BLOCK)[None, :]
         mask = columns < width
         g = tl.load(dy_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
         g *= tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         normed = tl.load(x_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
         if not RMS:
-            normed -= tl.load(mean_ptr + row)
-            shift += tl.sum(g, axis=0)
-        projection += tl.sum(g * normed, axis=0)
-    return projection * tl.load(rstd_ptr + row), shift
+            normed -= mean
+            shift += tl.sum(g, axis=1, keep_dims=True)
+        projection += tl.sum(g * normed, axis=1, keep_dims=True)
+    return projection * rstd, shift
 
 
 @triton.jit
@@ -121,49 +132,57 @@ def norm_backward_kernel(
     RMS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Walk over the rows, ROWS at a time; of rows in chunks one."""
     # The programs of a row are adjacent in the grid: what one of them reads, the others find in the L2 cache.
     program = tl.program_id(1)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)[None, :]
     if CHUNKS > 1:
         columns += tl.program_id(0) * BLOCK
-    mask = columns < width
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    dweight = tl.zeros((BLOCK,), dtype=tl.float32)
-    dbias = tl.zeros((BLOCK,), dtype=tl.float32)
-    for row in range(program, rows, tl.num_programs(1)):
+    inside = columns < width
+    tile = tl.arange(0, ROWS)[:, None] * width + columns
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    dbias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in range(program * ROWS, rows, tl.num_programs(1) * ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        start = tl.cast(first, tl.int64) * width
+        exists = row < rows
+        mask = inside & exists
+        rstd = tl.load(rstd_ptr + row, mask=exists, other=0.0)
+        mean = 0.0 if RMS else tl.load(mean_ptr + row, mask=exists, other=0.0)
         if CHUNKS > 1:
             # Before the rest, while few registers are in use.
             other_projection, other_shift = _other_sums(
-                dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, row, width, RMS, CHUNKS, BLOCK
+                dy_ptr, x_ptr, weight_ptr, mean, rstd, start, width, RMS, CHUNKS, BLOCK
             )
-        start = tl.cast(row, tl.int64) * width
-        normed = tl.load(x_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row)
+        normed = tl.load(x_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
         if not RMS:
-            normed = tl.where(mask, normed - tl.load(mean_ptr + row), 0.0)
+            normed = tl.where(mask, normed - mean, 0.0)
             dbias += dy
         normed *= rstd
         dweight += dy * normed
         g = dy * weight
-        projection = tl.sum(g * normed, axis=0)
+        projection = tl.sum(g * normed, axis=1, keep_dims=True)
         if CHUNKS > 1:
             projection += other_projection
         dx = g - normed * (projection / width)
         if not RMS:
-            shift = tl.sum(g, axis=0)
+            shift = tl.sum(g, axis=1, keep_dims=True)
             if CHUNKS > 1:
                 shift += other_shift
             dx -= shift / width
         dx *= rstd
         if RESIDUAL:
-            dx += tl.load(dtotal_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + start + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    tl.store(dweight_ptr + tl.cast(program, tl.int64) * width + columns, dweight, mask=mask)
+            dx += tl.load(dtotal_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + start + tile, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    out = tl.cast(program, tl.int64) * width + columns
+    tl.store(dweight_ptr + out, tl.sum(dweight, axis=0, keep_dims=True), mask=inside)
     if not RMS:
-        tl.store(dbias_ptr + tl.cast(program, tl.int64) * width + columns, dbias, mask=mask)
+        tl.store(dbias_ptr + out, tl.sum(dbias, axis=0, keep_dims=True), mask=inside)
 
 
 @triton.jit
@@ -191,9 +210,9 @@ def _forward_codes(
     total = torch.empty_like(rows) if residual is not None else rows.new_empty(0)
     mean = rows.new_empty(len(rows) if bias is not None else 0, dtype=torch.float32)
     rstd = rows.new_empty(len(rows), dtype=torch.float32)
-    block, warps = row_launch(x.shape[-1])
+    tile, block, warps = (1, *row_launch(x.shape[-1])) if group else norm_launch(x.shape[-1])
     if rows.numel():
-        norm_forward_kernel[(len(rows),)](
+        norm_forward_kernel[(triton.cdiv(len(rows), tile),)](
             rows,
             rows_of(residual) if residual is not None else rows,
             weight,
@@ -204,10 +223,12 @@ def _forward_codes(
             rstd,
             codes,
             scale,
+            len(rows),
             x.shape[-1],
             eps,
             RMS=bias is None,
             RESIDUAL=residual is not None,
+            ROWS=tile,
             BLOCK=block,
             GROUP=group,
             LARGEST=LARGEST,
@@ -242,9 +263,10 @@ def _backward(
 ) -> Tensor:
     rows = rows_of(x)
     dx = torch.empty_like(rows)
-    chunks, block, warps = backward_launch(x.shape[-1])
-    # Two programs per multiprocessor hide latency as long as both fit into its registers.
-    programs = min(len(rows), num_multiprocessors(x.device) * 2 // chunks)
+    chunks, tile, block, warps = backward_launch(x.shape[-1])
+    # Two programs per multiprocessor hide latency as long as both fit into its registers; of narrow rows, four do.
+    most = num_multiprocessors(x.device) * (4 if tile > 1 else 2) // chunks
+    programs = min(triton.cdiv(len(rows), tile), most)
     for_weight = rows.new_empty(programs, x.shape[-1], dtype=torch.float32)
     for_bias = for_weight if dbias is None else torch.empty_like(for_weight)
     if rows.numel():
@@ -263,6 +285,7 @@ def _backward(
             RMS=dbias is None,
             RESIDUAL=dtotal is not None,
             CHUNKS=chunks,
+            ROWS=tile,
             BLOCK=block,
             num_warps=warps,
             **FUSE,
