@@ -182,6 +182,16 @@ def test_a_router_adds_to_bf16_gradients() -> None:
 
 
 @pytest.mark.parametrize("kind", DISPATCHES)
+@pytest.mark.parametrize("num", [255, 256, 257])
+def test_as_many_experts_as_a_byte_can_number(kind: str, num: int) -> None:
+    ids = torch.randperm(num, generator=torch.Generator().manual_seed(1)).repeat(2).view(-1, 1)
+    way = DISPATCHES[kind](ids, num, Axis("ep"), resolve("torch", "cpu", torch.float32))
+    way.wait()
+    assert (way.order == ids.flatten().argsort(stable=True)).all()
+    assert [*way.sizes] == [2] * num
+
+
+@pytest.mark.parametrize("kind", DISPATCHES)
 def test_rows_lie_expert_after_expert_in_the_order_of_tokens(kind: str) -> None:
     ids = torch.tensor([[2, 0], [0, 5], [2, 1], [5, 2]])
     way = DISPATCHES[kind](ids, 6, Axis("ep"), resolve("torch", "cpu", torch.float32))
