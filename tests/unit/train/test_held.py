@@ -231,9 +231,8 @@ def test_what_is_brought_for_a_round_that_is_over_is_dropped() -> None:
     assert (came, heir.has()) == (["new"], [1])
 
 
-def test_copies_that_another_rank_lacks_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks with different lists, of which one had been cut short, used to compare different copies."""
-    flat, told = torch.zeros(4), list[Any]()
+def two_copies(flat: torch.Tensor, told: list[Any]) -> copies.Copies:
+    """Copies of a state that is 1 everywhere after step 1, and 2 after step 2; the state is 0 then."""
     guard: Any = SimpleNamespace(turn=Turn(), round=0, slots=[], say=told.append)
     guard.keep = lambda slots: setattr(guard, "slots", slots)
     states: Any = [SimpleNamespace(flat=flat)]
@@ -242,11 +241,29 @@ def test_copies_that_another_rank_lacks_are_not_loaded(monkeypatch: pytest.Monke
         flat.fill_(step)
         kept.take(step, {"run_id": "x"})
     flat.zero_()
+    return kept
+
+
+def test_copies_that_another_rank_lacks_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with different lists, of which one had been cut short, used to compare different copies."""
+    flat, told = torch.zeros(4), list[Any]()
+    kept = two_copies(flat, told)
     other = [json.dumps([first_number(0) + 1]), ""]
     monkeypatch.setattr(copies, "gather_texts", lambda text, *_: [text, other.pop(0)])
     assert kept.load(ParallelContext.single()) == []
     assert (flat.tolist(), told[-1], other) == ([1.0] * 4, Loaded(1), [])
     assert [type(said) for said in told] == [Commit, Commit, Loaded]
+
+
+@pytest.mark.parametrize("place", [3, 20], ids=["a state", "the run's other state"])
+def test_one_flipped_bit_of_a_copy(place: int) -> None:
+    """The copy before it is loaded, and what was wrong is told."""
+    flat, told = torch.zeros(4), list[Any]()
+    kept = two_copies(flat, told)
+    memory = kept._maps[told[1].slot]
+    memory[place] ^= 1
+    assert kept.load(ParallelContext.single()) == ["the copy of step 2 in the memory of rank 0 is damaged"]
+    assert (flat.tolist(), kept.restored) == ([1.0] * 4, {"run_id": "x"})
 
 
 def test_a_keeper_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
