@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from megalite.core import ops as kernels
+from megalite.core.build import build_engine
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.optim.make_buckets import make_buckets
 from megalite.core.optim.optimizer import DistributedOptimizer
 from megalite.core.optim.shares import Sharding
 from megalite.core.options.optim import OptimConfig
+from megalite.core.options.update_rule import RULES
 from megalite.core.sharding import Layout, ParamSpec, Shard, StateTensor
 from megalite.core.sharding.parameter import ShardedParameter
+from megalite.core.step import train_step
+from tests.parity import jobs
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
@@ -185,3 +190,14 @@ def test_scalars_carry_the_step_for_bias_correction() -> None:
     one_step(params, optimizer, 3, 1, 0)
     one_step(other_params, other, 3, 1, 0)
     assert all(torch.equal(params[n], other_params[n]) for n in SHAPES)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_goes_down(rule: str) -> None:
+    """Whatever an optimizer computes: a small step lowers the loss of its batch."""
+    cfg = jobs.make_config(jobs.llama(2), precision="fp32")
+    optim = replace(cfg.optim, optimizer=rule, lr=1e-3, min_lr=1e-3, warmup_steps=0, weight_decay=0.0)
+    engine = build_engine(replace(cfg, optim=optim), ParallelContext.single())
+    engine.optimizer.init_parameters(cfg.train.seed)
+    first, second = (train_step(engine, jobs.batches()[0], step).loss for step in (1, 2))
+    assert second < first

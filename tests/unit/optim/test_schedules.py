@@ -171,10 +171,13 @@ def test_edges(decay: str) -> None:
     assert all(0 <= learning_rate(step, none, 10) <= 0.1 for step in range(12))
 
 
-@pytest.mark.parametrize("decay", ["linear", "cosine", "wsd", "constant"])
-def test_the_rate_never_rises_after_the_warm_up(decay: str) -> None:
-    rates = [learning_rate(step, OptimConfig(lr=0.1, lr_decay=decay), 10) for step in range(12)]
+@pytest.mark.parametrize("decay", LR_DECAYS)
+@pytest.mark.parametrize("warmup", [0, 100])
+def test_the_rate_goes_on_from_its_peak_and_never_rises(decay: str, warmup: int) -> None:
+    optim = OptimConfig(lr=0.1, lr_decay=decay, warmup_steps=warmup)
+    rates = [learning_rate(step, optim, warmup + 1000) for step in range(warmup, warmup + 1002)]
     assert rates == sorted(rates, reverse=True)
+    assert rates[0] == 0.1
 
 
 # DeepSpeed 0.19's scale at each step of "..x.x....xx......" (x: overflow), from 256 with a window of 4.
