@@ -24,11 +24,11 @@ from megalite.runtime.checkpoint.load import Verified, find_good, load_checkpoin
 from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.checkpoint.meta import require_entries
 from megalite.runtime.checkpoint.mirror import Mirror, copy_together
-from megalite.runtime.checkpoint.names import checkpoints_folder, refuse_megatron, step_folders
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.data import VERSION_OF_DATA
 from megalite.runtime.options.fields import GROUPS
 from megalite.runtime.options.run import Config
+from megalite.runtime.places.names import checkpoints_folder, refuse_megatron, step_folders
 from megalite.runtime.places.store import is_url
 from megalite.runtime.start.moments import unfit_moments
 

@@ -36,7 +36,8 @@ from megalite.runtime.checkpoint.manifest import (
     read_manifest,
 )
 from megalite.runtime.checkpoint.reader import ShardReader
-from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, open_inside, write_file
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, open_inside
+from megalite.runtime.places.disk import write_file
 from tests.parity.runs import MODEL
 from tests.ranks import ROOT
 from tests.workers import WorkerPool
