@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megalite.core.base.slices import Slice
@@ -49,22 +49,30 @@ def fragment_name(folder: str, rank: int) -> str:
 
 
 def wait_for_fragments(
-    place: Place, save: Save, world: int, wait: Callable[[str, int], None]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the content of each rank's fragment, by rank, once it is in the place.
+    place: Place, save: Save, world: int, wait: Callable[[str, int], None], foreign: Callable[[str], Exception]
+) -> dict[str, dict[str, Any]]:
+    """Read the fragments of all ranks of a save, each once it is in the place.
 
     Args:
         place, save: where, and of which save.
         world: number of ranks.
         wait: called with the name of a fragment that is missing, and how often it has been called for that one before;
             raises to give up.
+        foreign: makes the error for a fragment, given its name, that belongs to another save.
+
+    Returns:
+        Name -> content, by rank.
     """
+    fragments: dict[str, dict[str, Any]] = {}
     for rank in range(world):
         name, attempt = fragment_name(place.parts_of(save), rank), 0
         while (data := place.read(name)) is None:
             wait(name, attempt)
             attempt += 1
-        yield name, json.loads(data)
+        fragments[name] = json.loads(data)
+        if fragments[name]["save_id"] != save.id:
+            raise foreign(name)
+    return fragments
 
 
 def assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:

@@ -12,10 +12,11 @@ from typing import Any
 
 from megalite.core.base.log import logger
 from megalite.runtime.base.untrusted import parse_json, read_json
+from megalite.runtime.base.urls import cached_at, check_url, is_url, join
 from megalite.runtime.places.disk import BLOCK
 from megalite.runtime.places.downloads import flush, locked
 from megalite.runtime.places.place import COMMIT, MANIFEST
-from megalite.runtime.places.store import Store, StoreError, cached_at, check_url, is_url, join
+from megalite.runtime.places.store import Store, StoreError
 from megalite.runtime.places.store_place import StorePlace
 
 # A local copy says in this file where its shards are, and their sizes.

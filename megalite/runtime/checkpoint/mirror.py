@@ -11,6 +11,7 @@ from megalite.core.base.log import logger
 from megalite.core.mesh.agree import agree, check_equal
 from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
+from megalite.runtime.base.urls import is_url, join
 from megalite.runtime.base.waits import tell
 from megalite.runtime.checkpoint import local_copies
 from megalite.runtime.checkpoint.snapshot import WriterProcess
@@ -19,7 +20,7 @@ from megalite.runtime.checkpoint.waiting import upload_waiting
 from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.names import step_of
 from megalite.runtime.places.place import COMMIT
-from megalite.runtime.places.store import Store, StoreError, is_url, join
+from megalite.runtime.places.store import Store, StoreError
 from megalite.runtime.places.store_place import StorePlace
 
 # With --save-errors stop, a run ends when this many uploads in a row have failed.
@@ -282,7 +283,12 @@ def path_of(name: str, root: Path, mirror: Mirror | None) -> Path:
 
 
 def copy_together(url: str, cache_dir: str, ctx: ParallelContext) -> Path:
-    """Return this host's copy of the checkpoint that rank 0 finds at a URL: a run there may go on meanwhile."""
+    """Return this host's copy of the checkpoint that rank 0 finds at a URL; return other paths as they are.
+
+    The other ranks do not look for it themselves: a run there may go on meanwhile.
+    """
+    if not is_url(url):
+        return Path(url)
     located = agree(ctx, lambda: local_copies.locate(url) if ctx.rank == 0 else "")
     found = gather_texts(located, ctx.world, ctx.device)[0]
     path = agree(ctx, lambda: local_copies.local_copy(found, cache_dir))

@@ -226,11 +226,10 @@ def commit_part(place: StorePlace, part: Part, patience: float) -> list[str]:
             raise StoreError(f"{place.store.url}/{name}", f"did not arrive in {patience:.0f} s")
         time.sleep(min(0.05 * 2 ** min(attempt, 6), 2.0))
 
-    fragments: dict[str, dict[str, Any]] = {}
-    for name, fragment in wait_for_fragments(place, part.save, job["world"], wait):
-        if fragment["save_id"] != part.save.id:
-            raise StoreError(f"{place.store.url}/{name}", "belongs to another save")
-        fragments[name] = fragment
+    def foreign(name: str) -> Exception:
+        return StoreError(f"{place.store.url}/{name}", "belongs to another save")
+
+    fragments = wait_for_fragments(place, part.save, job["world"], wait, foreign)
     manifest = assemble(job["manifest"], list(fragments.values()))
     return _publish(place, part, manifest, *committable(manifest), list(fragments))
 

@@ -205,11 +205,10 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
         _check_parent(channel)
         time.sleep(0.01)
 
-    fragments: dict[str, dict[str, Any]] = {}
-    for name, fragment in wait_for_fragments(place, save, job["world"], wait):
-        if fragment["save_id"] != save.id:
-            raise RuntimeError(f"{place.root / name} belongs to another save: two jobs are writing here")
-        fragments[name] = fragment
+    def foreign(name: str) -> Exception:
+        return RuntimeError(f"{place.root / name} belongs to another save: two jobs are writing here")
+
+    fragments = wait_for_fragments(place, save, job["world"], wait, foreign)
     with without_collector():
         manifest = assemble(job["manifest"], list(fragments.values()))
     for name in fragments:

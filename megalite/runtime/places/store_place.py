@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megalite.runtime.base.untrusted import BadFile, parse_json
+from megalite.runtime.base.urls import join
 from megalite.runtime.places.names import step_of
 from megalite.runtime.places.place import COMMIT, MANIFEST, Save
-from megalite.runtime.places.store import MissingObject, Store, StoreError, join
+from megalite.runtime.places.store import MissingObject, Store, StoreError
 
 OWNER, LATEST, ASIDE = "owner", "latest", "ASIDE"
 

@@ -26,6 +26,7 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.options.train import TrainConfig
 from megalite.runtime.base import waits
+from megalite.runtime.base.urls import cached_at, check_url
 from megalite.runtime.checkpoint import local_copies, upload
 from megalite.runtime.checkpoint.claim import Claim
 from megalite.runtime.checkpoint.fragments import assemble
@@ -39,7 +40,7 @@ from megalite.runtime.options.run import Config, RunConfig
 from megalite.runtime.places import store as store_module
 from megalite.runtime.places.downloads import bring_tree
 from megalite.runtime.places.names import step_of
-from megalite.runtime.places.store import MissingObject, Store, StoreError, cached_at, check_url
+from megalite.runtime.places.store import MissingObject, Store, StoreError
 from megalite.runtime.places.store_place import OWNER, StorePlace
 from tests.faults import checkpoint_states as cs
 from tests.stores import KEY_ID, S3, SECRET, TOKEN, BreakingProxy, Fault, secrets_in
