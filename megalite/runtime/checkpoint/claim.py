@@ -10,7 +10,7 @@ from megalite.core.base.log import logger
 from megalite.runtime.checkpoint.mirror import Mirror
 from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.lock import RunLock
-from megalite.runtime.places.names import step_folders, step_of
+from megalite.runtime.places.names import step_folders, step_of, store_name
 
 
 class Claim:
@@ -94,7 +94,7 @@ class Claim:
             return None
         # The same ID in every attempt: what an earlier one left is written over.
         save_id = (here / "COMMIT").read_text()[:16]
-        orders = self._mirror.describe_save(f"{self._resumed_from}-{save_id}", self._keep_last, hold=False)
+        orders = self._mirror.describe_save(store_name(self._resumed_from, save_id), self._keep_last, hold=False)
         job = {"name": self._resumed_from, "save_id": save_id, "full": True, "rank": 0, "root": str(self.root)}
         return {**job, "whole": str(here), "remote": orders}
 

@@ -25,7 +25,7 @@ from megalite.runtime.checkpoint.snapshot import Source, WriterProcess, boxes_of
 from megalite.runtime.checkpoint.writer import ABANDONED
 from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.lock import LOCK
-from megalite.runtime.places.names import model_name, step_name
+from megalite.runtime.places.names import model_name, step_name, store_name
 from megalite.runtime.places.place import Save
 
 # How long a process that exits waits for its writer to complete a save in progress.
@@ -221,7 +221,7 @@ class Checkpointer:
             "save_id": save_id,
             "rank": self.ctx.rank,
             "world": self.ctx.world.size,
-            "remote": self._claim.at_upload(f"{save.name}-{save_id}", hold),
+            "remote": self._claim.at_upload(store_name(save.name, save_id), hold),
         }
         if self.ctx.rank == 0:
             job |= {

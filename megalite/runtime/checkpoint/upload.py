@@ -21,7 +21,7 @@ from typing import Any
 from megalite.core.base.errors import UserError, describe
 from megalite.runtime.checkpoint.fragments import assemble, fragment_name, wait_for_fragments
 from megalite.runtime.checkpoint.manifest import Manifest, commit_text, committable
-from megalite.runtime.places.names import step_of
+from megalite.runtime.places.names import step_of, store_name
 from megalite.runtime.places.place import COMMIT, MANIFEST, Save
 from megalite.runtime.places.store import Store, StoreError
 from megalite.runtime.places.store_place import StorePlace
@@ -60,7 +60,7 @@ class Part:
     @property
     def name(self) -> str:
         """Folder in the store."""
-        return f"{self.job['name']}-{self.job['save_id']}"
+        return store_name(self.job["name"], self.job["save_id"])
 
     @property
     def save(self) -> Save:

@@ -38,6 +38,11 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
     return sorted(((int(m[1]), p) for m, p in matches if m), reverse=True)
 
 
+def store_name(name: str, save_id: str) -> str:
+    """Name the folder in a store of what a save makes: nothing can be renamed there, so no two saves share one."""
+    return f"{name}-{save_id}"
+
+
 def step_of(name: str) -> int:
     """Return the step of a full checkpoint in a store; -1 for another name."""
     match = _STEP_IN_STORE.fullmatch(name)

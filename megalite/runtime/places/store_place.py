@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from megalite.runtime.base.untrusted import BadFile, parse_json
 from megalite.runtime.base.urls import join
-from megalite.runtime.places.names import step_of
+from megalite.runtime.places.names import step_of, store_name
 from megalite.runtime.places.place import COMMIT, MANIFEST, Save
 from megalite.runtime.places.store import MissingObject, Store, StoreError
 
@@ -78,8 +78,8 @@ class StorePlace:
         return "" if other == owner else f"run {_describe(other)}"
 
     def parts_of(self, save: Save) -> str:
-        """Return the name that the checkpoint will have: nothing can be renamed in a store."""
-        return f"{save.name}-{save.id}"
+        """Return the name that the checkpoint will have too."""
+        return store_name(save.name, save.id)
 
     def publish(self, save: Save, manifest: bytes, commit: bytes, aside: Sequence[str]) -> list[str]:
         """Write manifest and COMMIT beside the parts; the checkpoint exists with COMMIT."""
