@@ -210,6 +210,16 @@ def test_a_part_that_was_uploaded_may_be_lost_on_the_disk(
     assert Store(url).read("metrics.jsonl") == (b"1\n2\n" if lost else b"")
 
 
+def test_a_part_that_is_short_in_the_store_is_sent_again(pool: WorkerPool, url: str, disks: list[str]) -> None:
+    store = Store(f"{url}/checkpoints")
+    pool.run(2, _save_without_an_owner, url, disks, False)
+    (name,) = (name.rstrip("/") for name in store.names() if name.startswith("step_00000004"))
+    whole = store.read(f"{name}/{PARTS[3]}")
+    store.write(f"{name}/{PARTS[3]}", whole[:-1])
+    assert pool.run(2, _start, url, disks) == [4, 4]
+    assert store.read(f"{name}/{PARTS[3]}") == whole
+
+
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_part_that_is_nowhere(pool: WorkerPool, url: str, disks: list[str], saves: bool) -> None:
     """Started on the wrong hosts, the run continues from the checkpoint before; the rest waits until it saves one."""
