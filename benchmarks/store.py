@@ -32,10 +32,11 @@ from benchmarks.checkpoint import make_step, states_of, timed
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.sharding import StateTensor
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.base.urls import cached_at
 from megalite.runtime.checkpoint.mirror import Mirror
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.data import IndexedDataset, bring_prefix, build_datasets
-from megalite.runtime.places.store import Store, cached_at
+from megalite.runtime.places.store import Store
 
 SEQ_LEN = 2048
 # Tokens that a step reads: two units of what is downloaded at a time.

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from megalite.core.base.errors import require
 from megalite.core.base.log import logger, setup_logging
-from megalite.runtime.checkpoint.remote import local_copy
+from megalite.runtime.base.urls import cached_at, check_local, check_url, check_user, is_url, join
+from megalite.runtime.checkpoint.local_copies import local_copy
 from megalite.runtime.data import bring_prefix
 from megalite.runtime.places.downloads import bring_tree
-from megalite.runtime.places.store import Store, cached_at, check_local, check_url, check_user, is_url, join
+from megalite.runtime.places.store import Store
 
 # Commands that read what exists. Training has its own options for what it keeps locally.
 TOOLS = ("convert", "evaluate", "generate", "inspect", "lm-eval", "plot", "preprocess", "tokenizer")

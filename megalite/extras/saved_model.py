@@ -7,9 +7,9 @@ from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.runtime.checkpoint.load import find_latest
-from megalite.runtime.checkpoint.names import checkpoints_folder, refuse_megatron
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.data.tokenizer_files import exported_from, file_in, file_sha256, read_json
+from megalite.runtime.places.names import checkpoints_folder, refuse_megatron
 
 
 def resolve_checkpoint(path: str | Path) -> Path:

@@ -20,8 +20,8 @@ from megalite.core.base.errors import UserError
 from megalite.core.mesh.context import ParallelContext
 from megalite.extras.view.checkpoint import describe
 from megalite.runtime.checkpoint.load import find_good, find_latest, load_checkpoint
-from megalite.runtime.checkpoint.safetensors_io import BLOCK
 from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.places.disk import BLOCK
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 

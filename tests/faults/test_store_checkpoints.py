@@ -14,10 +14,10 @@ import pytest
 
 from megalite.core.mesh.context import ParallelContext
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.runtime.checkpoint import remote
 from megalite.runtime.checkpoint.load import verify_together
-from megalite.runtime.checkpoint.names import step_folders
+from megalite.runtime.places.names import step_folders, step_of
 from megalite.runtime.places.store import Store
+from megalite.runtime.places.store_place import OWNER, StorePlace
 from tests.faults.store_runs import MODEL
 from tests.faults.zygote import Job, Zygote
 from tests.parity.runs import losses
@@ -60,7 +60,7 @@ def test_two_hosts_without_a_shared_folder(s3: S3, proxy: BreakingProxy, tmp_pat
         assert ("which an earlier process had written" in left[0].err) == (host == "a" and not away)
     assert "at step 4" in left[0].err
     store = Store(f"{url}/checkpoints")
-    newest = remote.committed(store)[0]
+    newest = StorePlace(store).committed()[0]
     assert newest.startswith("step_00000006")
     saved = {name: store.read(f"{newest}/{name}") for name in store.names(newest) if name.endswith(".safetensors")}
     assert saved == shards(whole / "checkpoints/step_00000006")
@@ -126,7 +126,7 @@ def test_uploads_that_fail_in_a_row_end_a_run(s3: S3, proxy: BreakingProxy, zygo
     (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end(300)
     assert left.code == 1
     assert re.search(r"checkpoints are not uploaded: 3 uploads in a row failed; those on the local disk are", left.err)
-    assert remote.committed(Store(f"{url}/checkpoints")) == []
+    assert StorePlace(Store(f"{url}/checkpoints")).committed() == []
     local = cache / "s3" / s3.bucket / "runs/forbidden/checkpoints"
     names = [path.name for _, path in step_folders(local)]
     assert len(names) >= 2
@@ -154,10 +154,10 @@ def test_a_run_that_does_not_start_takes_no_place(s3: S3, zygote: Zygote, tmp_pa
     env, store = environment(s3.port), Store(s3.url("runs/kept/checkpoints"))
     (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=env).end(300)
     assert left.code == 0, left
-    owner = store.read(remote.OWNER)
+    owner = store.read(OWNER)
     (left,) = zygote.start([*MODEL, *flags, "--hidden-size", "64"], 1, tmp_path, env=env).end(300)
     assert left.code == 2, left
-    assert store.read(remote.OWNER) == owner
+    assert store.read(OWNER) == owner
 
 
 @pytest.mark.full
@@ -191,16 +191,16 @@ def test_two_runs_of_one_place(s3: S3, zygote: Zygote, tmp_path: Path) -> None:
         return zygote.start([*MODEL, *flags], 1, tmp_path / name, env=env)
 
     first = start("first", "50000")
-    zygote.until(lambda: bool(remote.committed(store)), 240)
+    zygote.until(lambda: bool(StorePlace(store).committed()), 240)
     second = start("second", "1000000")
-    owner = store.read(remote.OWNER)
-    zygote.until(lambda: store.read(remote.OWNER) != owner, 240)
+    owner = store.read(OWNER)
+    zygote.until(lambda: store.read(OWNER) != owner, 240)
     (left,) = first.end(240)
     assert (left.code, "has been taken by run" in left.err, "the local disk are whole" in left.err) == (1, True, True)
-    own = json.loads(store.read(remote.OWNER))["run_id"]
+    own = json.loads(store.read(OWNER))["run_id"]
     os.kill(second.pid(0), signal.SIGTERM)
     (left,) = second.end(240)
     assert (left.code, "resumed from" in left.err) == (0, True), left
-    newest = remote.committed(store)[0]
+    newest = StorePlace(store).committed()[0]
     assert json.loads(store.read(f"{newest}/manifest.json"))["run_id"] == own
-    assert f"stopped after step {remote.step_of(newest)} of" in left.err
+    assert f"stopped after step {step_of(newest)} of" in left.err

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.runtime.checkpoint import remote
 from megalite.runtime.checkpoint.manifest import Manifest, commit_text
+from megalite.runtime.places.names import step_of
 from megalite.runtime.places.store import Store
+from megalite.runtime.places.store_place import StorePlace
 from tests.faults.networks import networks
 from tests.faults.zygote import Job, Zygote
 from tests.parity.runs import losses
@@ -92,14 +93,14 @@ def two_hosts(s3: S3, folder: Path) -> Iterator[tuple[BreakingProxy, list[Host]]
 def newest_whole(store: Store) -> int:
     """Step of the newest checkpoint in the store, 0 without one; all that counts as committed is whole."""
     steps = [0]
-    for name in remote.committed(store):
+    for name in StorePlace(store).committed():
         data = store.read(f"{name}/manifest.json")
         assert store.read(f"{name}/COMMIT") == commit_text(data)
         for entry in Manifest.from_json(data, name).files:
             shard = store.read(f"{name}/{entry.name}")
             sums = [zlib.crc32(shard[at : at + BLOCK]) for at in range(0, len(shard), BLOCK)]
             assert (len(shard), sums) == (entry.size, list(entry.crc32))
-        steps.append(remote.step_of(name))
+        steps.append(step_of(name))
     return max(steps)
 
 
@@ -174,8 +175,8 @@ def test_three_kills_on_two_networks(s3: S3, zygote: Zygote, tmp_path: Path) -> 
     whole = tmp_path / "whole"
     undisturbed = [*model, "--data", str(tmp_path / "data/text"), "--train-steps", str(steps), "--run-dir", str(whole)]
     assert [rank.code for rank in zygote.start(undisturbed, 2, tmp_path).end()] == [0, 0]
-    last = remote.committed(store)[0]
+    last = StorePlace(store).committed()[0]
     for shard in (whole / f"checkpoints/step_{steps:08d}").glob("*.safetensors"):
         assert store.read(f"{last}/{shard.name}") == shard.read_bytes()
-    assert remote.step_of(last) == steps
+    assert step_of(last) == steps
     assert losses(tmp_path / "host0/.cache/megalite/s3" / s3.bucket / "runs/killed") == losses(whole)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.runtime.checkpoint import remote
 from megalite.runtime.places.store import Store
+from megalite.runtime.places.store_place import StorePlace
 from tests.faults.store_runs import MODEL
 from tests.faults.zygote import Zygote
 from tests.stores import S3, BreakingProxy, Fault, environment
@@ -25,7 +25,7 @@ def test_a_part_that_comes_at_the_second_attempt(s3: S3, proxy: BreakingProxy, z
     left = zygote.start([*MODEL, *flags], 2, tmp_path, env=environment(proxy.port)).end(300)
     assert [rank.code for rank in left] == [0, 0], left
     assert proxy.faults[0].happened == 1
-    assert len(remote.committed(Store(f"{url}/checkpoints"))) == 1
+    assert len(StorePlace(Store(f"{url}/checkpoints")).committed()) == 1
 
 
 def test_a_commit_whose_answer_is_lost(s3: S3, proxy: BreakingProxy, zygote: Zygote, tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_commit_whose_answer_is_lost(s3: S3, proxy: BreakingProxy, zygote: Zyg
     flags = ["--run-dir", url, "--cache-dir", str(tmp_path / "cache"), "--train-steps", "1", "--upload-patience", "1"]
     (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end(300)
     assert (left.code, "is in the store all the same" in left.err) == (0, True), left
-    assert len(remote.committed(Store(f"{url}/checkpoints"))) == 1
+    assert len(StorePlace(Store(f"{url}/checkpoints")).committed()) == 1
 
 
 def test_an_endpoint_to_which_everything_is_a_success(

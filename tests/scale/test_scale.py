@@ -18,9 +18,9 @@ from megalite.core.mesh.grid import Grid
 from megalite.extras.launch import failure
 from megalite.extras.launch.failure import FailedRank, RankTail, first_failure, is_explained
 from megalite.runtime.checkpoint import manifest as manifest_module
-from megalite.runtime.checkpoint.commit import commit_in_place
 from megalite.runtime.checkpoint.load import wanted_boxes
-from megalite.runtime.checkpoint.manifest import Manifest, Part, manifest_text
+from megalite.runtime.checkpoint.manifest import Manifest, Part, committable, manifest_text
+from megalite.runtime.places.folder_place import seal
 from megalite.runtime.watch.straggler import slow_ranks
 from tests.scale.world import manifest_of, states_of
 
@@ -52,7 +52,7 @@ def counted(world: int, folder: Path, patch: pytest.MonkeyPatch) -> Counts:
     manifest = manifest_of(saved)
     # Parses and checks all of it, as every commit does.
     began = time.process_time()
-    commit_in_place(folder, manifest)
+    seal(folder, *committable(manifest))
     print(f"\n{world} ranks: {time.process_time() - began:.1f} s of processor time to commit")
     boxes = sum(len(tensor.boxes) for tensors in manifest.tensors.values() for tensor in tensors.values())
     del manifest
@@ -123,7 +123,7 @@ def test_what_a_commit_costs_each_box(tmp_path: Path) -> None:
         gc.callbacks.append(on_collection)
         sys.setprofile(on_call)
         try:
-            commit_in_place(folder, manifest)
+            seal(folder, *committable(manifest))
         finally:
             sys.setprofile(before)
             gc.callbacks.remove(on_collection)

@@ -18,7 +18,7 @@ from megalite.core.options.parallel import ParallelConfig
 from megalite.core.parts.families import FAMILIES
 from megalite.core.sharding import Layout, ParamSpec, Shard, StateTensor
 from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry
-from megalite.runtime.checkpoint.safetensors_io import BLOCK
+from megalite.runtime.places.disk import BLOCK
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 HEADER = 4096

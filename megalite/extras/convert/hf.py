@@ -34,7 +34,8 @@ from megalite.runtime.checkpoint.hf.source import HFSource
 from megalite.runtime.checkpoint.load import model_config, weights_of
 from megalite.runtime.checkpoint.manifest import Manifest, read_manifest
 from megalite.runtime.checkpoint.reader import ShardReader
-from megalite.runtime.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, num_bytes, write_file
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes
+from megalite.runtime.places.disk import BLOCK, write_file
 
 
 def import_hf(

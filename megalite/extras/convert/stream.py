@@ -19,9 +19,10 @@ import torch
 from megalite.core.base.dtypes import stored_name
 from megalite.core.base.errors import UserError
 from megalite.core.base.slices import Slice
-from megalite.runtime.checkpoint.commit import commit_in_place
-from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key
-from megalite.runtime.checkpoint.safetensors_io import make_header, num_bytes, write_file
+from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key, committable
+from megalite.runtime.checkpoint.safetensors_io import make_header, num_bytes
+from megalite.runtime.places.disk import write_file
+from megalite.runtime.places.folder_place import seal
 
 # Largest file of an export or an imported checkpoint; a larger tensor has a file to itself.
 SHARD_BYTES = 5_000_000_000
@@ -96,7 +97,7 @@ def write_checkpoint(
             entries.setdefault(kind, {})[name] = TensorEntry("F32", full, tuple(held))
         run_id = f"import-{secrets.token_hex(4)}"
         manifest = Manifest(run_id, meta["step"], {"world": 1}, meta, tuple(files), entries)
-        commit_in_place(folder, manifest)
+        seal(folder, *committable(manifest))
     return manifest
 
 

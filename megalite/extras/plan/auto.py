@@ -13,10 +13,10 @@ from megalite.core.mesh.rendezvous import world_size
 from megalite.extras.plan import device
 from megalite.extras.plan.report import describe, flags, why_second
 from megalite.extras.plan.search import SHARE, Candidate, pick, search
-from megalite.runtime.checkpoint.names import checkpoints_folder, step_folders
 from megalite.runtime.options.cli import CommandLine, read_yaml
 from megalite.runtime.options.fields import LAYOUT, LAYOUT_DETAILS, with_options
 from megalite.runtime.options.run import Config
+from megalite.runtime.places.names import checkpoints_folder, step_folders
 from megalite.runtime.start.inputs import with_vocab_size
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
-from megalite.runtime.checkpoint.commit import clean_up
 from megalite.runtime.checkpoint.mirror import Mirror
-from megalite.runtime.checkpoint.names import step_folders
-from megalite.runtime.checkpoint.remote import step_of
+from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.lock import RunLock
+from megalite.runtime.places.names import step_folders, step_of, store_name
 
 
 class Claim:
@@ -48,7 +47,7 @@ class Claim:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             # With a place in a store, what is left may be all that there is of a checkpoint: `Mirror.meet` knows.
-            remains = clean_up(self.root) if self._mirror is None else []
+            remains = FolderPlace(self.root).clean_up() if self._mirror is None else []
             if self._mirror is not None:
                 self._mirror.introduce(self._lock.text)
         except UserError:
@@ -95,7 +94,7 @@ class Claim:
             return None
         # The same ID in every attempt: what an earlier one left is written over.
         save_id = (here / "COMMIT").read_text()[:16]
-        orders = self._mirror.describe_save(f"{self._resumed_from}-{save_id}", self._keep_last, hold=False)
+        orders = self._mirror.describe_save(store_name(self._resumed_from, save_id), self._keep_last, hold=False)
         job = {"name": self._resumed_from, "save_id": save_id, "full": True, "rank": 0, "root": str(self.root)}
         return {**job, "whole": str(here), "remote": orders}
 
@@ -124,5 +123,5 @@ class Claim:
             "aside": others,
             "keep_last": self._keep_last,
             "keep": [self._resumed_from] if self._resumed_from else [],
-            "lock": {"path": str(self._lock.path), "text": self._lock.text},
+            "owner": self._lock.text,
         }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megalite.core.base.slices import Slice
 from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from megalite.runtime.checkpoint.safetensors_io import num_bytes
+from megalite.runtime.places.place import Place, Save
 
 
 class SavedBox(NamedTuple):
@@ -38,6 +41,38 @@ class SavedBox(NamedTuple):
         """Read what `to_json` made."""
         kind, name, dtype, shape, at, offset, extent = entry
         return cls(kind, name, dtype, tuple(shape), Slice(tuple(offset), tuple(extent), at))
+
+
+def fragment_name(folder: str, rank: int) -> str:
+    """Name a rank's fragment of the manifest in a folder of parts."""
+    return f"{folder}/rank_{rank:05d}.json"
+
+
+def wait_for_fragments(
+    place: Place, save: Save, world: int, wait: Callable[[str, int], None], foreign: Callable[[str], Exception]
+) -> dict[str, dict[str, Any]]:
+    """Read the fragments of all ranks of a save, each once it is in the place.
+
+    Args:
+        place, save: where, and of which save.
+        world: number of ranks.
+        wait: called with the name of a fragment that is missing, and how often it has been called for that one before;
+            raises to give up.
+        foreign: makes the error for a fragment, given its name, that belongs to another save.
+
+    Returns:
+        Name -> content, by rank.
+    """
+    fragments: dict[str, dict[str, Any]] = {}
+    for rank in range(world):
+        name, attempt = fragment_name(place.parts_of(save), rank), 0
+        while (data := place.read(name)) is None:
+            wait(name, attempt)
+            attempt += 1
+        fragments[name] = json.loads(data)
+        if fragments[name]["save_id"] != save.id:
+            raise foreign(name)
+    return fragments
 
 
 def assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:

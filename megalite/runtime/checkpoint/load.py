@@ -23,9 +23,9 @@ from megalite.core.options.model import ModelConfig
 from megalite.core.sharding import StateTensor
 from megalite.runtime.checkpoint.manifest import Manifest, Part, TensorEntry, manifest_text, read_manifest
 from megalite.runtime.checkpoint.mirror import Mirror, path_of
-from megalite.runtime.checkpoint.names import step_folders
 from megalite.runtime.checkpoint.reader import ReadStats, ShardReader
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
+from megalite.runtime.places.folder_place import FolderPlace
 
 
 def find_latest(root: str | Path) -> Path | None:
@@ -36,9 +36,9 @@ def find_latest(root: str | Path) -> Path | None:
     Raises:
         BadCheckpoint: the manifest of the newest one is not the committed one.
     """
-    for path in _committed(Path(root)):
-        read_manifest(path)
-        return path
+    for name in FolderPlace(Path(root)).committed():
+        read_manifest(Path(root) / name)
+        return Path(root) / name
     return None
 
 
@@ -91,7 +91,7 @@ def find_good(
 
 def _list_together(root: Path, ctx: ParallelContext, mirror: Mirror | None) -> list[str]:
     """List the committed checkpoints of a folder, and of a place in a store, newest first."""
-    listed = "\n".join(p.name for p in _committed(root)) if ctx.rank == 0 or mirror else ""
+    listed = "\n".join(FolderPlace(root).committed()) if ctx.rank == 0 or mirror else ""
     lists = [text.split() for text in gather_texts(listed, ctx.world, ctx.device)]
     if mirror is None:
         return lists[0]
@@ -101,16 +101,6 @@ def _list_together(root: Path, ctx: ParallelContext, mirror: Mirror | None) -> l
     remote = gather_texts(text, ctx.world, ctx.device)[0].split()
     # "step_NNNNNNNN" or, there, "step_NNNNNNNN-ID"; of one step, the local one first.
     return sorted(sorted([*local, *remote]), key=lambda name: int(name.split("_")[1].split("-")[0]), reverse=True)
-
-
-def _committed(root: Path) -> list[Path]:
-    committed = []
-    for _, path in step_folders(root):
-        if (path / "COMMIT").exists():
-            committed.append(path)
-        else:
-            logger.warning(f"skipping uncommitted checkpoint {path}")
-    return committed
 
 
 def read_meta(path: str | Path) -> dict[str, Any]:

@@ -18,16 +18,10 @@ from typing import Any
 from megalite.core.base.slices import Slice, are_disjoint
 from megalite.runtime.base.collector import without_collector
 from megalite.runtime.base.untrusted import BadFile, parse_json
+from megalite.runtime.checkpoint.local_copies import source_of
 from megalite.runtime.checkpoint.meta import MAX_COUNT, BadMeta, check_meta
-from megalite.runtime.checkpoint.remote import source_of
-from megalite.runtime.checkpoint.safetensors_io import (
-    BLOCK,
-    MAX_BYTES,
-    BadCheckpoint,
-    num_bytes,
-    open_inside,
-    read_exactly,
-)
+from megalite.runtime.checkpoint.safetensors_io import MAX_BYTES, BadCheckpoint, num_bytes, open_inside, read_exactly
+from megalite.runtime.places.disk import BLOCK
 
 _MAX_DIMS = 8
 # Name of a shard.
@@ -364,6 +358,17 @@ def _check_shards(files: Sequence[FileEntry], in_shards: Mapping[int, Sequence[S
 def commit_text(manifest: bytes) -> bytes:
     """Return the content of COMMIT: the SHA-256 of the manifest."""
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
+
+
+def committable(manifest: Manifest) -> tuple[bytes, bytes]:
+    """Return the content of manifest.json and of COMMIT.
+
+    Raises:
+        BadCheckpoint: the manifest could not be loaded, and so must not be committed.
+    """
+    data = manifest.to_json()
+    Manifest.from_json(data, "manifest of this save")
+    return data, commit_text(data)
 
 
 def read_manifest(folder: Path) -> Manifest:

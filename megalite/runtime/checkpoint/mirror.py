@@ -11,13 +11,17 @@ from megalite.core.base.log import logger
 from megalite.core.mesh.agree import agree, check_equal
 from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
+from megalite.runtime.base.urls import is_url, join
 from megalite.runtime.base.waits import tell
-from megalite.runtime.checkpoint import remote
-from megalite.runtime.checkpoint.commit import clean_up
+from megalite.runtime.checkpoint import local_copies
 from megalite.runtime.checkpoint.snapshot import WriterProcess
 from megalite.runtime.checkpoint.upload import METRICS
 from megalite.runtime.checkpoint.waiting import upload_waiting
-from megalite.runtime.places.store import Store, StoreError, is_url, join
+from megalite.runtime.places.folder_place import FolderPlace
+from megalite.runtime.places.names import step_of
+from megalite.runtime.places.place import COMMIT
+from megalite.runtime.places.store import Store, StoreError
+from megalite.runtime.places.store_place import StorePlace
 
 # With --save-errors stop, a run ends when this many uploads in a row have failed.
 _MAX_FAILURES = 3
@@ -68,6 +72,11 @@ class Mirror:
         logger.info(f"{url}: checkpoints are uploaded from {run_dir}")
         return cls(url, run_dir, patience)
 
+    @property
+    def place(self) -> StorePlace:
+        """The checkpoints in the store."""
+        return StorePlace(Store(self.url))
+
     def introduce(self, owner: str) -> None:
         """Note by what this run will be known there.
 
@@ -83,17 +92,12 @@ class Mirror:
         Raises:
             StoreError: the place cannot be written, or does not keep what is written.
         """
-        store = Store(self.url)
-        path = self._run_dir / METRICS
-        owner = self._owner.encode()
-        store.write(remote.OWNER, owner)
-        # Some endpoints, as of a proxy, call everything a success.
-        if (there := store.read(remote.OWNER)) != owner:
-            rule = f"does not keep what is written: {len(there)} bytes come back, which are not the {len(owner)} sent"
-            raise StoreError(join(self.url, remote.OWNER), rule)
-        if METRICS not in store.parent.names():
+        place = self.place
+        place.take(self._owner)
+        run, path = place.store.parent, self._run_dir / METRICS
+        if METRICS not in run.names():
             return
-        content, here = store.parent.read(METRICS), path.read_bytes() if path.exists() else b""
+        content, here = run.read(METRICS), path.read_bytes() if path.exists() else b""
         # They only grow: else an old disk has come back.
         if not here.startswith(content):
             if here:
@@ -102,11 +106,11 @@ class Mirror:
 
     def committed(self) -> list[str]:
         """List the names of committed full checkpoints, newest first."""
-        return remote.committed(Store(self.url))
+        return self.place.committed()
 
     def fetch(self, name: str) -> Path:
         """Return a local copy of a checkpoint, whose shards come when they are read."""
-        return remote.fetch(Store(self.url), name, self.copies, alone=True)
+        return local_copies.fetch(self.place.store, name, self.copies, alone=True)
 
     def meet(self, lock: Path, ctx: ParallelContext) -> None:
         """Find out whether all ranks see the same local folder, and upload or delete what an interrupted save left.
@@ -126,7 +130,7 @@ class Mirror:
         incomplete = upload_waiting(lock.parent, self.url, ctx, self._patience)
         if ctx.rank != 0 and self.shared:
             return
-        if remains := clean_up(lock.parent, keep=lambda save: _name_of(save) in incomplete):
+        if remains := FolderPlace(lock.parent).clean_up(keep=lambda save: _name_of(save) in incomplete):
             logger.info(f"deleted the remains of an interrupted save: {', '.join(remains)}")
 
     def tidy(self, root: Path) -> None:
@@ -135,17 +139,17 @@ class Mirror:
         A full save waits until it is committed there, or a later one of this run is; weights until they are committed.
         What an earlier process left incomplete goes with the first commit of this run.
         """
-        store = Store(self.url)
+        place = self.place
         with contextlib.suppress(StoreError):
-            newest = max((remote.step_of(n) for n in remote.committed(store) if n in self._written), default=-1)
+            newest = max((step_of(n) for n in place.committed() if n in self._written), default=-1)
 
             def waits(save: str) -> bool:
                 name = _name_of(save)
-                if newest >= 0 and (name not in self._written or 0 <= remote.step_of(name) <= newest):
+                if newest >= 0 and (name not in self._written or 0 <= step_of(name) <= newest):
                     return False
-                return not remote.exists(store, f"{name}/COMMIT")
+                return not place.exists(f"{name}/{COMMIT}")
 
-            clean_up(root, keep=waits)
+            FolderPlace(root).clean_up(keep=waits)
 
     def continues(self, step: int, name: str) -> None:
         """Note the step that the run continues from, and the checkpoint if it is one of this place."""
@@ -153,10 +157,10 @@ class Mirror:
 
     def lacks(self, checkpoint: Path) -> bool:
         """Whether the store has no committed equal of a local checkpoint, as far as it answers."""
-        text, store = (checkpoint / "COMMIT").read_bytes(), Store(self.url)
+        text, place = (checkpoint / COMMIT).read_bytes(), self.place
         try:
-            same = (name for name in self.committed() if remote.step_of(name) == self._base)
-            return all(store.read(f"{name}/COMMIT") != text for name in same)
+            same = (name for name in place.committed() if step_of(name) == self._base)
+            return all(place.store.read(f"{name}/{COMMIT}") != text for name in same)
         except StoreError:
             return True
 
@@ -262,7 +266,7 @@ class Mirror:
             return self.taken or _COMMITTED
         # The answer to its commit may have been lost.
         with contextlib.suppress(StoreError):
-            if self._written and remote.exists(Store(self.url), f"{self._written[-1]}/COMMIT"):
+            if self._written and self.place.exists(f"{self._written[-1]}/{COMMIT}"):
                 logger.info(f"{join(self.url, self._written[-1])} is in the store all the same")
                 return _COMMITTED
         return "its upload failed"
@@ -275,13 +279,19 @@ def _name_of(save: str) -> str:
 
 def path_of(name: str, root: Path, mirror: Mirror | None) -> Path:
     """Return the folder of a local checkpoint, or of a local copy of one in the store, by its name."""
-    return mirror.fetch(name) if mirror is not None and remote.step_of(name) >= 0 else root / name
+    return mirror.fetch(name) if mirror is not None and step_of(name) >= 0 else root / name
 
 
 def copy_together(url: str, cache_dir: str, ctx: ParallelContext) -> Path:
-    """Return this host's copy of the checkpoint that rank 0 finds at a URL: a run there may go on meanwhile."""
-    found = gather_texts(agree(ctx, lambda: remote.locate(url) if ctx.rank == 0 else ""), ctx.world, ctx.device)[0]
-    path = agree(ctx, lambda: remote.local_copy(found, cache_dir))
-    commit = agree(ctx, lambda: (path / "COMMIT").read_text().strip())
+    """Return this host's copy of the checkpoint that rank 0 finds at a URL; return other paths as they are.
+
+    The other ranks do not look for it themselves: a run there may go on meanwhile.
+    """
+    if not is_url(url):
+        return Path(url)
+    located = agree(ctx, lambda: local_copies.locate(url) if ctx.rank == 0 else "")
+    found = gather_texts(located, ctx.world, ctx.device)[0]
+    path = agree(ctx, lambda: local_copies.local_copy(found, cache_dir))
+    commit = agree(ctx, lambda: (path / COMMIT).read_text().strip())
     check_equal(ctx, f"COMMIT of {found}", commit, f"delete the copies in {cache_dir} on all hosts")
     return path

@@ -14,10 +14,9 @@ import torch
 
 from megalite.core.base.dtypes import STORED
 from megalite.core.base.slices import Slice, box_index, contiguous_runs
+from megalite.runtime.checkpoint.local_copies import SOURCE, bring
 from megalite.runtime.checkpoint.manifest import Manifest, TensorEntry, block_shares, box_key
-from megalite.runtime.checkpoint.remote import SOURCE, bring
 from megalite.runtime.checkpoint.safetensors_io import (
-    BLOCK,
     ITEM_SIZE,
     BadCheckpoint,
     header_entry,
@@ -25,6 +24,7 @@ from megalite.runtime.checkpoint.safetensors_io import (
     parse_header,
     read_exactly,
 )
+from megalite.runtime.places.disk import BLOCK
 
 _TYPES = {**STORED, "U8": torch.uint8}
 # Reads go through a buffer of at most this many bytes.

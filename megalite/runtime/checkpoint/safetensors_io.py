@@ -1,4 +1,4 @@
-"""safetensors files, written in one pass with a CRC32 of every block, and opened so that no other file can be reached.
+"""safetensors files: their headers, and opening them so that no other file can be reached.
 
 Layout: u64 little-endian header length, JSON header {name: {dtype, shape, data_offsets}}, then the tensors' bytes.
 Source: https://github.com/huggingface/safetensors (format). Does not import torch: the writer uses it.
@@ -12,17 +12,13 @@ import os
 import re
 import stat
 import struct
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError
-from megalite.runtime.base.child import FLUSHING, shown_as
 from megalite.runtime.base.untrusted import BadFile, parse_json
 
-# Checksums are per block, so that damage can be located and ranks can share the checking.
-BLOCK = 8 << 20
 # Bytes per element of the types that are read or written.
 ITEM_SIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 MAX_BYTES = 1 << 50
@@ -63,61 +59,6 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[by
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, {name: start + begin for name, begin in begins.items()}
-
-
-def write_file(
-    path: Path, buffers: Iterable[bytes | memoryview], after_block: Callable[[], None] = lambda: None
-) -> tuple[int, list[int]]:
-    """Write a new file and flush it to the disk.
-
-    Args:
-        path: must not exist.
-        buffers: content of the file, in order.
-        after_block: called after every block; may raise to stop.
-
-    Returns:
-        Size, and the CRC32 of each block, computed before the block is written.
-    """
-    crcs = []
-    crc = 0
-    filled = 0
-    size = 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    try:
-        for buffer in buffers:
-            remaining = memoryview(buffer)
-            while len(remaining):
-                chunk, remaining = remaining[: BLOCK - filled], remaining[BLOCK - filled :]
-                crc = zlib.crc32(chunk, crc)
-                filled += len(chunk)
-                size += len(chunk)
-                while len(chunk):
-                    chunk = chunk[os.write(fd, chunk) :]
-                if filled == BLOCK:
-                    crcs.append(crc)
-                    crc = filled = 0
-                    after_block()
-        if filled:
-            crcs.append(crc)
-        _flush(fd)
-    finally:
-        os.close(fd)
-    return size, crcs
-
-
-def _flush(fd: int) -> None:
-    # It may take minutes without processor time or I/O of this process, as a hang does: the name tells them apart.
-    with shown_as(FLUSHING):
-        os.fsync(fd)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush the entries of a folder (new names, renames) to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _flush(fd)
-    finally:
-        os.close(fd)
 
 
 def open_inside(folder: Path, name: str) -> int:

@@ -20,11 +20,13 @@ from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.sharding import StateTensor
 from megalite.runtime.checkpoint.claim import Claim
-from megalite.runtime.checkpoint.commit import TEMPORARY
 from megalite.runtime.checkpoint.mirror import Mirror, SaveError
-from megalite.runtime.checkpoint.names import model_name, step_name
 from megalite.runtime.checkpoint.snapshot import Source, WriterProcess, boxes_of
 from megalite.runtime.checkpoint.writer import ABANDONED
+from megalite.runtime.places.folder_place import FolderPlace
+from megalite.runtime.places.lock import LOCK
+from megalite.runtime.places.names import model_name, step_name, store_name
+from megalite.runtime.places.place import Save
 
 # How long a process that exits waits for its writer to complete a save in progress.
 _CLOSE_S = 8.0
@@ -86,7 +88,7 @@ class Checkpointer:
         self._claim = Claim(self.root, self.run_id, keep_last, mirror)
         agree(ctx, self._claim.acquire if ctx.rank == 0 else lambda: None)
         if mirror is not None:
-            mirror.meet(self.root / "lock", ctx)
+            mirror.meet(self.root / LOCK, ctx)
         self._writer = WriterProcess(ctx.device, scratch)
         self._current: _Save | None = None
 
@@ -219,7 +221,7 @@ class Checkpointer:
             "save_id": save_id,
             "rank": self.ctx.rank,
             "world": self.ctx.world.size,
-            "remote": self._claim.at_upload(f"{save.name}-{save_id}", hold),
+            "remote": self._claim.at_upload(store_name(save.name, save_id), hold),
         }
         if self.ctx.rank == 0:
             job |= {
@@ -234,8 +236,7 @@ class Checkpointer:
         return job
 
     def _temporary(self, name: str, save_id: str) -> Path:
-        """Name a folder for this save alone: a writer that outlived an earlier run may be saving the same step."""
-        return self.root / f"{TEMPORARY}{name}_{save_id}"
+        return self.root / FolderPlace(self.root).parts_of(Save(name, save_id))
 
     def poll(self) -> Path | None:
         """Check a save in the background without waiting; call it at every step.

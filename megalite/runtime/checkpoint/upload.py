@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError, describe
-from megalite.runtime.checkpoint import remote
-from megalite.runtime.checkpoint.fragments import assemble
-from megalite.runtime.checkpoint.manifest import Manifest, commit_text
-from megalite.runtime.places.store import MissingObject, Store, StoreError
+from megalite.runtime.checkpoint.fragments import assemble, fragment_name, wait_for_fragments
+from megalite.runtime.checkpoint.manifest import Manifest, commit_text, committable
+from megalite.runtime.places.names import step_of, store_name
+from megalite.runtime.places.place import COMMIT, MANIFEST, Save
+from megalite.runtime.places.store import Store, StoreError
+from megalite.runtime.places.store_place import StorePlace
 
 # How much longer than their patience rank 0 waits for the parts of the other ranks, once its own has arrived; and three
 # times as long as its own took.
@@ -58,7 +60,12 @@ class Part:
     @property
     def name(self) -> str:
         """Folder in the store."""
-        return f"{self.job['name']}-{self.job['save_id']}"
+        return store_name(self.job["name"], self.job["save_id"])
+
+    @property
+    def save(self) -> Save:
+        """The save that it is a part of."""
+        return Save(self.job["name"], self.job["save_id"])
 
     def close(self) -> None:
         """Close the shard."""
@@ -84,7 +91,7 @@ class Uploader:
         self._held: Part | None = None
         # What is not known to be committed, oldest first.
         self._left = list[Part]()
-        self._store: Store | None = None
+        self._place: StorePlace | None = None
         threading.Thread(target=self._serve, name="upload", daemon=True).start()
 
     def add(self, part: Part) -> None:
@@ -136,8 +143,10 @@ class Uploader:
         started = time.monotonic()
         answer: dict[str, Any] = {"upload": part.name, "error": "", "taken": False, "problems": []}
         try:
-            self._store = self._store or Store(self._url, lambda text: self._report({"note": text}), self._patience)
-            answer["problems"] = _upload(self._store, part, self._patience)
+            if self._place is None:
+                store = Store(self._url, lambda text: self._report({"note": text}), self._patience)
+                self._place = StorePlace(store)
+            answer["problems"] = _upload(self._place, part, self._patience)
             # The parts of other hosts may still fail.
             if part.job["rank"] == 0 or part.job["remote"]["shared"]:
                 self._forget(part)
@@ -152,9 +161,9 @@ class Uploader:
     def _forget_committed(self) -> None:
         """Forget the parts up to the newest that is committed, and the oldest if there are too many of a kind."""
         with contextlib.suppress(StoreError, UserError):  # of a store that cannot be opened, which has been reported
-            store = self._store or Store(self._url, patience=self._patience)
+            place = self._place or StorePlace(Store(self._url, patience=self._patience))
             for part in self._left[::-1]:
-                if part in self._left and not part.failed and remote.exists(store, f"{part.name}/COMMIT"):
+                if part in self._left and not part.failed and place.exists(f"{part.name}/{COMMIT}"):
                     self._forget(part)
         for is_full in (True, False):
             kind = [part for part in self._left if part.job["full"] == is_full]
@@ -170,25 +179,25 @@ class Uploader:
             self._left.remove(part)
 
 
-def _upload(store: Store, part: Part, patience: float) -> list[str]:
+def _upload(place: StorePlace, part: Part, patience: float) -> list[str]:
     if not part.fragment:
-        return _upload_whole(store, part)
+        return _upload_whole(place, part)
     started = time.monotonic()
     if part.job["rank"] == 0:
         # Before its part: once all parts are there, other hosts may commit. What fails is tried again at the commit.
         with contextlib.suppress(StoreError):
-            send_run_files(store, part.job)
-    send_part(store, part)
+            send_run_files(place, part.job)
+    send_part(place, part)
     patience += _PATIENCE_S + 3 * (time.monotonic() - started)
-    return commit_part(store, part, patience) if part.job["rank"] == 0 else []
+    return commit_part(place, part, patience) if part.job["rank"] == 0 else []
 
 
-def send_part(store: Store, part: Part) -> None:
+def send_part(place: StorePlace, part: Part) -> None:
     """Upload a rank's shard, then its fragment of the manifest."""
     file = part.fragment["file"]
     # By its descriptor: the name may be another by now.
-    store.upload(f"{part.name}/{file['name']}", f"/dev/fd/{part.descriptor}", file["size"])
-    store.write(f"{part.name}/rank_{part.job['rank']:05d}.json", json.dumps(part.fragment).encode())
+    place.store.upload(f"{part.name}/{file['name']}", f"/dev/fd/{part.descriptor}", file["size"])
+    place.put(fragment_name(part.name, part.job["rank"]), json.dumps(part.fragment).encode())
 
 
 def _remove_unshared(part: Part) -> None:
@@ -202,7 +211,7 @@ def _remove_unshared(part: Part) -> None:
         folder.rmdir()
 
 
-def commit_part(store: Store, part: Part, patience: float) -> list[str]:
+def commit_part(place: StorePlace, part: Part, patience: float) -> list[str]:
     """Wait for the parts of all ranks, and commit; `part` is rank 0's. Return what of the rest failed.
 
     Raises:
@@ -211,40 +220,60 @@ def commit_part(store: Store, part: Part, patience: float) -> list[str]:
     """
     job = part.job
     deadline = time.monotonic() + patience
-    names = [f"{part.name}/rank_{rank:05d}.json" for rank in range(job["world"])]
-    fragments = [_wait_for(store, name, job["save_id"], deadline, patience) for name in names]
-    manifest = assemble(job["manifest"], fragments)
-    data = manifest.to_json()
-    Manifest.from_json(data, "manifest of this save")
-    return _publish(store, part, manifest, data, names)
+
+    def wait(name: str, attempt: int) -> None:
+        if time.monotonic() > deadline:
+            raise StoreError(f"{place.store.url}/{name}", f"did not arrive in {patience:.0f} s")
+        time.sleep(min(0.05 * 2 ** min(attempt, 6), 2.0))
+
+    def foreign(name: str) -> Exception:
+        return StoreError(f"{place.store.url}/{name}", "belongs to another save")
+
+    fragments = wait_for_fragments(place, part.save, job["world"], wait, foreign)
+    manifest = assemble(job["manifest"], list(fragments.values()))
+    return _publish(place, part, manifest, *committable(manifest), list(fragments))
 
 
-def _upload_whole(store: Store, part: Part) -> list[str]:
+def _upload_whole(place: StorePlace, part: Part) -> list[str]:
     """Upload a checkpoint that an earlier process of the run has committed on the local disk."""
     here = Path(f"/dev/fd/{part.descriptor}")
-    data = (here / "manifest.json").read_bytes()
+    data = (here / MANIFEST).read_bytes()
     manifest = Manifest.from_json(data, str(here))
     for entry in manifest.files:
-        store.upload(f"{part.name}/{entry.name}", str(here / entry.name), entry.size)
-    return _publish(store, part, manifest, data, [])
+        place.store.upload(f"{part.name}/{entry.name}", str(here / entry.name), entry.size)
+    return _publish(place, part, manifest, data, commit_text(data), [])
 
 
-def _publish(store: Store, part: Part, manifest: Manifest, data: bytes, fragments: list[str]) -> list[str]:
+def _publish(
+    place: StorePlace, part: Part, manifest: Manifest, data: bytes, commit: bytes, fragments: list[str]
+) -> list[str]:
     """Commit what has arrived, and do what can only be done afterwards; return what of that failed."""
-    job, sizes = part.job, store.names(part.name)
+    job, store = part.job, place.store
+    sizes = store.names(part.name)
     for entry in manifest.files:
         if sizes.get(entry.name) != entry.size:
             raise StoreError(f"{store.url}/{part.name}/{entry.name}", f"has {sizes.get(entry.name)} bytes there")
     # Before COMMIT: who resumes from it on another disk has the metrics up to there.
-    problems = send_run_files(store, job)
-    if job["full"]:
-        # Before COMMIT too: a later one that is abandoned must not be what the next start takes.
-        remote.set_aside(store, part.name, job["remote"])
-    store.write(f"{part.name}/manifest.json", data)
-    store.write(f"{part.name}/COMMIT", commit_text(data))
+    problems = send_run_files(place, job)
+    place.publish(part.save, data, commit, _abandoned(place, part) if job["full"] else [])
     # From here on it exists; nothing that fails undoes it.
     problems += _try("the fragments remain", lambda: store.delete(fragments))
-    return problems + (_try("older ones remain", lambda: _tidy(store, part)) if job["full"] else [])
+    return problems + (_tidy(place, part) if job["full"] else [])
+
+
+def _abandoned(place: StorePlace, part: Part) -> list[str]:
+    """List the checkpoints that the run does not continue: later ones that it has not written."""
+    claim = part.job["remote"]
+    mine = {*claim["written"], part.name}
+    return [name for name in place.committed() if step_of(name) > claim["base"] and name not in mine]
+
+
+def _tidy(place: StorePlace, part: Part) -> list[str]:
+    claim = part.job["remote"]
+    # What another run has saved since it took the place is not this run's to prune.
+    if problems := _try("older ones remain", lambda: _check_owner(place, part.job)):
+        return problems
+    return place.tidy(part.name, claim["keep_last"], claim["keep"])
 
 
 def _try(problem: str, step: Callable[[], None]) -> list[str]:
@@ -256,50 +285,28 @@ def _try(problem: str, step: Callable[[], None]) -> list[str]:
     return []
 
 
-def send_run_files(store: Store, job: dict[str, Any]) -> list[str]:
+def send_run_files(place: StorePlace, job: dict[str, Any]) -> list[str]:
     """Upload config and metrics, if the job knows where they are; return the problem if that failed.
 
     Raises:
         StoreError: the store cannot tell whose the place is.
         TakenError: the place is another run's.
     """
-    _check_owner(store, job)
+    _check_owner(place, job)
     if not job["root"]:
         return []
-    return _try("config and metrics are not uploaded", lambda: _upload_run_files(store, Path(job["root"]).parent))
+    run, run_dir = place.store.parent, Path(job["root"]).parent
+    return _try("config and metrics are not uploaded", lambda: _upload_run_files(run, run_dir))
 
 
-def _check_owner(store: Store, job: dict[str, Any]) -> None:
-    owner = store.read(remote.OWNER).decode(errors="replace")
-    if owner != job["remote"]["owner"]:
-        raise TakenError(f"{store.url} has been taken by run {remote.describe(owner)}")
+def _check_owner(place: StorePlace, job: dict[str, Any]) -> None:
+    if other := place.taken_by(job["remote"]["owner"]):
+        raise TakenError(f"{place.store.url} has been taken by {other}")
 
 
-def _tidy(store: Store, part: Part) -> None:
-    # What another run has saved since it took the place is not this run's to prune.
-    _check_owner(store, part.job)
-    remote.tidy(store, part.name, part.job["remote"])
-
-
-def _wait_for(store: Store, name: str, save_id: str, deadline: float, patience: float) -> dict[str, Any]:
-    pause = 0.05
-    while True:
-        try:
-            fragment = json.loads(store.read(name))
-        except MissingObject:
-            if time.monotonic() > deadline:
-                raise StoreError(f"{store.url}/{name}", f"did not arrive in {patience:.0f} s") from None
-            time.sleep(pause)
-            pause = min(2 * pause, 2.0)
-            continue
-        if fragment["save_id"] != save_id:
-            raise StoreError(f"{store.url}/{name}", "belongs to another save")
-        return fragment
-
-
-def _upload_run_files(store: Store, run_dir: Path) -> None:
+def _upload_run_files(run: Store, run_dir: Path) -> None:
     for name in RUN_FILES:
         path = run_dir / name
         if path.exists():
             # Read at once: the run is still writing to it.
-            store.parent.write(name, path.read_bytes())
+            run.write(name, path.read_bytes())

@@ -18,10 +18,12 @@ from megalite.core.mesh.agree import agree_in_rounds
 from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
 from megalite.runtime.base.waits import tell
-from megalite.runtime.checkpoint import remote
-from megalite.runtime.checkpoint.commit import TEMPORARY
+from megalite.runtime.checkpoint.fragments import fragment_name
 from megalite.runtime.checkpoint.upload import METRICS, Part, TakenError, commit_part, send_part, send_run_files
+from megalite.runtime.places.names import TEMPORARY, step_of
+from megalite.runtime.places.place import COMMIT
 from megalite.runtime.places.store import MissingObject, Store, StoreError
+from megalite.runtime.places.store_place import OWNER, StorePlace
 
 # Name of a save -> number of its parts, and of each part that some host has, the ranks that see it.
 _Found = dict[str, tuple[int, dict[int, list[int]]]]
@@ -53,14 +55,16 @@ def upload_waiting(root: Path, url: str, ctx: ParallelContext, patience: float) 
                 found.setdefault(name, (world, {}))[1].setdefault(part, []).append(rank)
     incomplete = list[str]()
     if found:
-        store = Store(url, patience=patience)
-        chosen = agree_in_rounds(ctx, lambda: _choose(Store(url), found) if ctx.rank == 0 else ([], []), tell)
+        place = StorePlace(Store(url, patience=patience))
+        chosen = agree_in_rounds(
+            ctx, lambda: _choose(StorePlace(Store(url)), found) if ctx.rank == 0 else ([], []), tell
+        )
         whole, incomplete = json.loads(gather_texts(json.dumps(chosen), ctx.world, ctx.device)[0])
         for name in whole:
             senders = {part: _sender(part, ranks) for part, ranks in found[name][1].items()}
             own = [part for part in mine.get(name, []) if senders[part.job["rank"]] == ctx.rank]
-            agree_in_rounds(ctx, partial(_send, store, root, own), tell)
-            commit = partial(_commit, store, name, root if 0 in senders else None)
+            agree_in_rounds(ctx, partial(_send, place, root, own), tell)
+            commit = partial(_commit, place, name, root if 0 in senders else None)
             agree_in_rounds(ctx, commit if ctx.rank == senders.get(0, 0) else lambda: None, tell)
     for part in (part for parts in mine.values() for part in parts):
         part.close()
@@ -85,17 +89,17 @@ def _parts_in(root: Path) -> dict[str, list[Part]]:
     return parts
 
 
-def _choose(store: Store, found: _Found) -> tuple[list[str], list[str]]:
+def _choose(place: StorePlace, found: _Found) -> tuple[list[str], list[str]]:
     """Return the names of saves that can be completed, oldest first, and of those that could be if more were found."""
-    newest = max(map(remote.step_of, remote.committed(store)), default=-1)
+    newest = max(map(step_of, place.committed()), default=-1)
     chosen = list[str]()
     incomplete = list[str]()
     for name in sorted(found, key=lambda name: int(name.split("_")[1].split("-")[0]), reverse=True):
         world, holders = found[name]
-        is_full = remote.step_of(name) >= 0
-        if (is_full and remote.step_of(name) <= newest) or remote.exists(store, f"{name}/COMMIT"):
+        is_full = step_of(name) >= 0
+        if (is_full and step_of(name) <= newest) or place.exists(f"{name}/{COMMIT}"):
             continue
-        gone = [r for r in range(world) if r not in holders and not remote.exists(store, _fragment(name, r))]
+        gone = [r for r in range(world) if r not in holders and not place.exists(fragment_name(name, r))]
         if gone:
             logger.warning(
                 f"{name} was not uploaded by an earlier process, and cannot be: no host has part {gone[0]}; "
@@ -104,73 +108,68 @@ def _choose(store: Store, found: _Found) -> tuple[list[str], list[str]]:
             incomplete.append(name)
             continue
         chosen.insert(0, name)
-        newest = max(newest, remote.step_of(name))
+        newest = max(newest, step_of(name))
     return chosen, incomplete
 
 
-def _send(store: Store, root: Path, parts: list[Part]) -> None:
+def _send(place: StorePlace, root: Path, parts: list[Part]) -> None:
     for part in parts:
-        if _is_there(store, part):
+        if _is_there(place, part):
             continue
         if part.job["rank"] == 0:
             with contextlib.suppress(StoreError, TakenError):  # which the commit meets again
-                send_run_files(store, _job_here(store, part.job, root))
-        send_part(store, part)
+                send_run_files(place, _job_here(place, part.job, root))
+        send_part(place, part)
 
 
-def _is_there(store: Store, part: Part) -> bool:
+def _is_there(place: StorePlace, part: Part) -> bool:
     """Whether an earlier attempt has uploaded a part: its fragment comes last."""
     file = part.fragment["file"]
     try:
-        is_whole = store.size(f"{part.name}/{file['name']}") == file["size"]
+        is_whole = place.store.size(f"{part.name}/{file['name']}") == file["size"]
     except MissingObject:
         return False
-    return is_whole and remote.exists(store, _fragment(part.name, part.job["rank"]))
+    return is_whole and place.exists(fragment_name(part.name, part.job["rank"]))
 
 
-def _commit(store: Store, name: str, root: Path | None) -> None:
+def _commit(place: StorePlace, name: str, root: Path | None) -> None:
     """Commit a save whose parts are all in the store, for the process that wrote them, unless another run came since.
 
     Args:
         root: the checkpoints folder of a host that has the part of rank 0, and so may have the run's newest files.
     """
-    job = _job_here(store, json.loads(store.read(_fragment(name, 0)))["job"], root)
+    job = _job_here(place, json.loads(place.store.read(fragment_name(name, 0)))["job"], root)
     try:
-        problems = commit_part(store, Part(job, -1, {}), 0.0)
+        problems = commit_part(place, Part(job, -1, {}), 0.0)
     except TakenError as e:
         logger.warning(f"{name} was not uploaded by an earlier process, and is given up: {e}")
         return
-    logger.info(f"uploaded {store.url}/{name}, which an earlier process had written")
+    logger.info(f"uploaded {place.store.url}/{name}, which an earlier process had written")
     for problem in problems:
         logger.warning(f"{name} is uploaded, but {problem}")
 
 
-def _job_here(store: Store, job: dict[str, Any], root: Path | None) -> dict[str, Any]:
+def _job_here(place: StorePlace, job: dict[str, Any], root: Path | None) -> dict[str, Any]:
     """Return the job of the process that wrote a save, to be finished by this one."""
-    has_files = root is not None and _has_newest_metrics(store, root.parent)
-    owner = _owner(store, job["remote"])
+    has_files = root is not None and _has_newest_metrics(place.store.parent, root.parent)
+    owner = _owner(place, job["remote"])
     return job | {"root": str(root) if has_files else "", "remote": job["remote"] | {"owner": owner}}
 
 
-def _owner(store: Store, orders: dict[str, Any]) -> str:
+def _owner(place: StorePlace, orders: dict[str, Any]) -> str:
     """Return as whom to commit: a run that took the place and saved nothing, as on wrong hosts, is no obstacle."""
-    try:
-        owner = store.read(remote.OWNER).decode(errors="replace")
-    except MissingObject:
-        store.write(remote.OWNER, orders["owner"].encode())
+    owner = place.read(OWNER)
+    if owner is None:
+        place.put(OWNER, orders["owner"].encode())
         return orders["owner"]
     known = {*orders["written"], *orders["keep"]}
-    return owner if known.issuperset(remote.committed(store)[:1]) else orders["owner"]
+    return owner.decode(errors="replace") if known.issuperset(place.committed()[:1]) else orders["owner"]
 
 
-def _has_newest_metrics(store: Store, run_dir: Path) -> bool:
+def _has_newest_metrics(run: Store, run_dir: Path) -> bool:
     """Whether this host's metrics go on from those of the store: else an old disk has come back."""
     path = run_dir / METRICS
     try:
-        return path.exists() and path.read_bytes().startswith(store.parent.read(METRICS))
+        return path.exists() and path.read_bytes().startswith(run.read(METRICS))
     except MissingObject:
         return True
-
-
-def _fragment(name: str, rank: int) -> str:
-    return f"{name}/rank_{rank:05d}.json"

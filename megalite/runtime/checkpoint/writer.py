@@ -24,12 +24,13 @@ from typing import Any
 from megalite.runtime.base.child import readable, writable
 from megalite.runtime.base.collector import without_collector
 from megalite.runtime.base.waits import on_wait
-from megalite.runtime.checkpoint.commit import commit, read_fragment, tidy
-from megalite.runtime.checkpoint.fragments import SavedBox, assemble
-from megalite.runtime.checkpoint.manifest import box_key
-from megalite.runtime.checkpoint.safetensors_io import make_header, sync_folder, write_file
+from megalite.runtime.checkpoint.fragments import SavedBox, assemble, fragment_name, wait_for_fragments
+from megalite.runtime.checkpoint.manifest import box_key, committable
+from megalite.runtime.checkpoint.safetensors_io import make_header
 from megalite.runtime.checkpoint.upload import Part, Uploader
-from megalite.runtime.places.lock import taken_by
+from megalite.runtime.places.disk import write_file
+from megalite.runtime.places.folder_place import FolderPlace
+from megalite.runtime.places.place import Save
 
 # Who waits for uploads hears this often that they go on: attempts are bounded, but may outlast a watchdog's patience.
 _SIGN_S = 5.0
@@ -186,34 +187,34 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
         # All that a later process needs to upload it, if this one cannot.
         keys_of_job = ("name", "full", "save_id", "rank", "world", "manifest", "remote")
         fragment["job"] = {key: job[key] for key in keys_of_job if key in job}
-    write_file(temporary / f"{stem}.json.part", [json.dumps(fragment).encode()])
-    sync_folder(temporary)
     part = Part(job, os.open(path, os.O_RDONLY), fragment)
-    # Last: from here on rank 0 may commit, and the folder has another name.
-    os.rename(temporary / f"{stem}.json.part", temporary / f"{stem}.json")
+    try:
+        # Last: from here on rank 0 may commit, and the folder has another name.
+        FolderPlace(temporary.parent).put(fragment_name(temporary.name, job["rank"]), json.dumps(fragment).encode())
+    except BaseException:
+        part.close()
+        raise
     return part
 
 
 def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
-    """Wait for the fragments of all ranks, commit, then update `latest` and prune."""
-    root, temporary = Path(job["root"]), Path(job["temporary"])
-    fragments: list[dict[str, Any]] = []
-    while len(fragments) < job["world"]:
-        path = temporary / f"rank_{len(fragments):05d}.json"
-        fragment = read_fragment(path)
-        if fragment is None:
-            _check_parent(channel)
-            time.sleep(0.01)
-            continue
-        if fragment["save_id"] != job["save_id"]:
-            raise RuntimeError(f"{path} belongs to another save: two jobs are writing here")
-        fragments.append(fragment)
+    """Wait for the fragments of all ranks, publish, then update `latest` and prune."""
+    place, save = FolderPlace(Path(job["root"])), Save(job["name"], job["save_id"])
+
+    def wait(name: str, attempt: int) -> None:
+        _check_parent(channel)
+        time.sleep(0.01)
+
+    def foreign(name: str) -> Exception:
+        return RuntimeError(f"{place.root / name} belongs to another save: two jobs are writing here")
+
+    fragments = wait_for_fragments(place, save, job["world"], wait, foreign)
     with without_collector():
-        manifest = assemble(job["manifest"], fragments)
-    for rank in range(job["world"]):
-        (temporary / f"rank_{rank:05d}.json").unlink()
-    if other := taken_by(Path(job["lock"]["path"]), job["lock"]["text"]):
+        manifest = assemble(job["manifest"], list(fragments.values()))
+    for name in fragments:
+        (place.root / name).unlink()
+    if other := place.taken_by(job["owner"]):
         raise RuntimeError(f"the folder has been taken by {other}")
-    moved = commit(root, temporary, job["name"], manifest, job["aside"])
-    problems = tidy(root, job["name"], job["keep_last"], job["keep"]) if job["full"] else []
+    moved = place.publish(save, *committable(manifest), job["aside"])
+    problems = place.tidy(save.name, job["keep_last"], job["keep"]) if job["full"] else []
     return {"ok": True, "moved": moved, "problems": problems}

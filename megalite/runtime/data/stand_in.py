@@ -15,8 +15,9 @@ from typing import Any
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.runtime.base.untrusted import BadFile, read_json
+from megalite.runtime.base.urls import cached_at, is_url
 from megalite.runtime.places.downloads import locked
-from megalite.runtime.places.store import PATIENCE_S, MissingObject, Store, cached_at
+from megalite.runtime.places.store import PATIENCE_S, MissingObject, Store
 
 # Whole blocks of the checksums, of 32 KiB and of the older 256 KiB.
 UNIT = 256 << 10
@@ -28,7 +29,7 @@ def bring_prefix(prefix: str, cache_dir: str, limit: int, patience: float = PATI
     """Make the stand-in of token files at a URL, where `cached_at` says; the processes of a host may call this at once.
 
     Args:
-        prefix: URL without `.bin` / `.idx`.
+        prefix: URL without `.bin` / `.idx`; for other words, which are paths or weights, nothing is made.
         cache_dir: where all stand-ins are.
         limit: most bytes of units of all files.
         patience: seconds for which a later read of a unit is tried again while the store is away.
@@ -36,6 +37,8 @@ def bring_prefix(prefix: str, cache_dir: str, limit: int, patience: float = PATI
     Raises:
         StoreError: a file is missing or cannot be read.
     """
+    if not is_url(prefix):
+        return
     url, _, name = prefix.rpartition("/")
     store, folder = Store(url), cached_at(url, cache_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,11 +13,11 @@ import torch
 
 from megalite.core.engine import Engine
 from megalite.runtime.checkpoint.check_replicas import check_replicas
-from megalite.runtime.checkpoint.names import model_name, step_name
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.data import BatchLoader, Dataset, Datasets
 from megalite.runtime.loop.spike import SpikeDetector
 from megalite.runtime.options.run import Config
+from megalite.runtime.places.names import model_name, step_name
 from megalite.runtime.record.gpu_readings import GpuReadings
 from megalite.runtime.record.metrics import MetricsLogger
 from megalite.runtime.record.profile import StepProfiler

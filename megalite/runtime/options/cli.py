@@ -24,6 +24,7 @@ from megalite.core.options.model import BALANCING, ModelConfig
 from megalite.core.options.names import dashed, suggest
 from megalite.core.options.values import StrictLoader, read_value
 from megalite.core.parts.families import FAMILIES, PRESETS
+from megalite.runtime.base.urls import check_url
 from megalite.runtime.options.dialect import PLAIN, Dialect
 from megalite.runtime.options.fields import (
     GROUP_OF,
@@ -37,7 +38,6 @@ from megalite.runtime.options.fields import (
 )
 from megalite.runtime.options.flags import add_flag, read_flags
 from megalite.runtime.options.run import Config
-from megalite.runtime.places.store import check_url
 
 
 class CommandLine(NamedTuple):

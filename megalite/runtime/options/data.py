@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megalite.core.base.errors import require
-from megalite.runtime.places.store import cached_at, check_url, is_url
+from megalite.runtime.base.urls import cached_at, check_url, is_url
 
 
 @dataclass(frozen=True)

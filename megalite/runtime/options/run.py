@@ -12,8 +12,8 @@ from typing import Literal
 from megalite.core.base.errors import in_range, require, step_range
 from megalite.core.options.names import dashed
 from megalite.core.options.step import StepConfig
+from megalite.runtime.base.urls import cached_at, check_local, check_url, check_user, is_url
 from megalite.runtime.options.data import DataConfig
-from megalite.runtime.places.store import cached_at, check_local, check_url, check_user, is_url
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.runtime.places.store import Store, cached_at, is_url
+from megalite.runtime.base.urls import cached_at, is_url
+from megalite.runtime.places.store import Store
 
 
 def bring_tree(url: str, cache_dir: str) -> Path:

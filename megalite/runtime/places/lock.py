@@ -21,7 +21,10 @@ from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.runtime.base.child import stat_of
 from megalite.runtime.base.untrusted import BadFile, parse_json
-from megalite.runtime.checkpoint.safetensors_io import write_file
+from megalite.runtime.places.disk import write_file
+
+# Name of the lock file.
+LOCK = "lock"
 
 
 class RunLock:
@@ -36,7 +39,7 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        self.path = folder / "lock"
+        self.path = folder / LOCK
         self._identity = {
             "run_id": run_id,
             "host": socket.gethostname(),

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -24,18 +23,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megalite.core.base.errors import UserError, describe, require
+from megalite.core.base.errors import UserError, describe
 from megalite.core.base.log import logger
-from megalite.core.base.redact import learn, mask, user_of
+from megalite.core.base.redact import learn, mask
+from megalite.runtime.base.urls import join
 from megalite.runtime.base.waits import call, pause, tell
 
 T = TypeVar("T")
 
-# Chained and capital schemes are URLs too, which check_url refuses.
-_URL = re.compile(r"([a-z][a-z0-9+.:-]*)://(.*)", re.DOTALL | re.IGNORECASE)
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-# Of SCHEME://CONTAINER: what has a colon is a name with a port, or one of Amazon's (arn:...).
-_CONTAINER = re.compile(r"[^:]*(:\d{1,5})?|arn:.*")
 # How long a store may be away at the start of a run or a tool, where a wrong name is likelier than an outage.
 PATIENCE_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
@@ -88,47 +83,6 @@ class _Outage:
     def end(self) -> None:
         """Note that an operation has succeeded."""
         self._is_known = False
-
-
-def is_url(path: object) -> bool:
-    """Whether a path is a URL of a store."""
-    return bool(_URL.match(str(path)))
-
-
-def join(url: str, *names: str) -> str:
-    """Append names to a URL."""
-    return "/".join([url.rstrip("/"), *names])
-
-
-def check_url(flag: str, url: str) -> None:
-    """Refuse a URL that holds a credential, without quoting it, or names no bucket."""
-    match = _URL.match(url)
-    if match is None:
-        return
-    scheme = bool(_SCHEME.fullmatch(match[1]))
-    require(scheme, f"{flag} {match[1]}://...", "must have one scheme, in small letters", "use s3://, gs:// or another")
-    secret = user_of(url) or "?" in match[2] or not _CONTAINER.fullmatch(match[2].partition("/")[0])
-    rule = "holds a credential, an @ or a query"
-    require(not secret, f"{flag} {match[1]}://...", rule, "give credentials by environment")
-    rule = "must be SCHEME://BUCKET/NAME"
-    require(bool(match[2].strip("/")) and ".." not in match[2].split("/"), f"{flag} {url}", rule, "give a bucket")
-
-
-def check_user(flag: str, text: str) -> None:
-    """Refuse a URL with a user or a password, without quoting it, where any text will do otherwise."""
-    rule = "has a user or a password in a URL"
-    require(not (is_url(text) and user_of(text)), flag, rule, "give credentials by environment")
-
-
-def check_local(flag: str, path: str | None) -> None:
-    """Refuse a URL, without quoting it, where only a path will do."""
-    require(not is_url(path), flag, "must be a path on this machine, not a URL", "give a path")
-
-
-def cached_at(url: str, cache_dir: str) -> Path:
-    """Return the local folder or file that stands for a URL; a path that is none stands for itself."""
-    match = _URL.match(url)
-    return Path(cache_dir).expanduser() / match[1] / match[2].strip("/") if match else Path(url)
 
 
 class Store:

@@ -22,7 +22,6 @@ from megalite.runtime.data import (
 )
 from megalite.runtime.options.run import Config
 from megalite.runtime.places.downloads import bring_tree
-from megalite.runtime.places.store import is_url
 
 
 def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tokenizer | None]:
@@ -76,8 +75,8 @@ def data_prefixes(cfg: Config) -> list[str]:
 def bring_data(cfg: Config) -> None:
     """Make local stand-ins for the data and the tokenizer that are in a store."""
     d, cache = cfg.data, cfg.run.cache_dir
-    for prefix in (word for word in (*d.data, *d.valid_data) if is_url(word)):
-        bring_prefix(prefix, cache, int(cfg.run.cache_gb * 1e9), cfg.run.read_patience)
+    for word in (*d.data, *d.valid_data):
+        bring_prefix(word, cache, int(cfg.run.cache_gb * 1e9), cfg.run.read_patience)
     if d.tokenizer is not None:
         bring_tree(d.tokenizer, cache)
 

@@ -19,17 +19,17 @@ from megalite.core.model.dropout import VERSION_OF_MASKS
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.rates import full_batch, rates_at
 from megalite.core.options.train import TrainConfig
+from megalite.runtime.base.urls import is_url
 from megalite.runtime.checkpoint.hf.config import TRAINING_ONLY
 from megalite.runtime.checkpoint.load import Verified, find_good, load_checkpoint, model_config, verify_together
 from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.checkpoint.meta import require_entries
 from megalite.runtime.checkpoint.mirror import Mirror, copy_together
-from megalite.runtime.checkpoint.names import checkpoints_folder, refuse_megatron, step_folders
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.data import VERSION_OF_DATA
 from megalite.runtime.options.fields import GROUPS
 from megalite.runtime.options.run import Config
-from megalite.runtime.places.store import is_url
+from megalite.runtime.places.names import checkpoints_folder, refuse_megatron, step_folders
 from megalite.runtime.start.moments import unfit_moments
 
 # Data options that determine the order of samples.
@@ -105,16 +105,14 @@ def choose_checkpoint(engine: Engine[Config], mirror: Mirror | None) -> Source |
         newest = find(own, mirror=mirror)
         return Source(newest) if newest else None
     resets = (cfg.run.reset_data, cfg.run.reset_optimizer, cfg.run.reset_step)
-    # Before the URL is read: the run itself may have pruned what it names.
-    again = is_url(requested) and _saved_by(cfg, own, ctx, mirror)
-    path = Path(requested) if again or not is_url(requested) else copy_together(requested, cfg.run.cache_dir, ctx)
-    if not is_url(requested):
-        elsewhere = own.resolve() not in (path.resolve().parent, checkpoints_folder(path).resolve())
-        again = (elsewhere or any(resets)) and _saved_by(cfg, own, ctx, mirror)
-    if again:
+    path = Path(requested)
+    elsewhere = is_url(requested) or own.resolve() not in (path.resolve().parent, checkpoints_folder(path).resolve())
+    # Before a URL is read: the run itself may have pruned what it names.
+    if (elsewhere or any(resets)) and _saved_by(cfg, own, ctx, mirror):
         logger.info(f"the same command has saved checkpoints in {own}: continuing from there, not from {requested}")
         newest = find(own, mirror=mirror)
         return Source(newest) if newest else None
+    path = copy_together(requested, cfg.run.cache_dir, ctx)
     if (newest := find(checkpoints_folder(path))) is not None:
         return Source(newest, *resets)
     if not (path / "manifest.json").exists():

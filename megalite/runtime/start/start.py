@@ -26,7 +26,6 @@ from megalite.core.optim.check_buckets import check_buckets
 from megalite.core.parts.options.fp8_options import describe_fp8
 from megalite.runtime.checkpoint.hf.start import load_hf
 from megalite.runtime.checkpoint.mirror import Mirror
-from megalite.runtime.checkpoint.names import step_folders
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.data import (
     VERSION_OF_DATA,
@@ -44,6 +43,7 @@ from megalite.runtime.options import cli
 from megalite.runtime.options.fields import by_group
 from megalite.runtime.options.run import Config
 from megalite.runtime.places.downloads import bring_tree
+from megalite.runtime.places.names import step_folders
 from megalite.runtime.record.gpu_readings import GpuReadings
 from megalite.runtime.record.metrics import MetricsLogger
 from megalite.runtime.record.profile import StepProfiler

@@ -15,9 +15,10 @@ from megalite.core.base import redact
 from megalite.core.base.errors import UserError, describe
 from megalite.core.base.log import logger, setup_logging
 from megalite.extras.local_words import local_words
+from megalite.runtime.base.urls import check_url
 from megalite.runtime.options.run import Config, RunConfig
 from megalite.runtime.places import store
-from megalite.runtime.places.store import Store, check_url
+from megalite.runtime.places.store import Store
 from tests.ranks import ROOT
 
 # Forms that nothing but their values gives away. A value may begin with a slash, as a path does.

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.slices import Slice
-from megalite.runtime.checkpoint import remote
 from megalite.runtime.checkpoint.fragments import SavedBox
 from megalite.runtime.checkpoint.manifest import Manifest, box_key, commit_text
-from megalite.runtime.checkpoint.safetensors_io import make_header, write_file
+from megalite.runtime.checkpoint.safetensors_io import make_header
 from megalite.runtime.checkpoint.upload import Part, Uploader
+from megalite.runtime.places.disk import write_file
 from megalite.runtime.places.store import Store
+from megalite.runtime.places.store_place import OWNER
 
 META = {
     "step": 0,
@@ -70,7 +71,7 @@ def make_part(
 
 def upload_parts(url: str, *parts: Part, owner: str = "me", patience: float = 30.0) -> list[dict[str, Any]]:
     """Upload parts, each by a writer of its own, which ends then; their reports, without notes."""
-    Store(url).write(remote.OWNER, owner.encode())
+    Store(url).write(OWNER, owner.encode())
     reports: queue.Queue[dict[str, Any]] = queue.Queue()
     for part in parts:
         Uploader(url, lambda report: None if "note" in report else reports.put(report), patience).add(part)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.runtime.checkpoint import remote
+from megalite.runtime.checkpoint import local_copies
 from megalite.runtime.places import store as store_module
 from megalite.runtime.places.store import MissingObject, Store, StoreError
+from megalite.runtime.places.store_place import StorePlace
 from tests.ranks import reserve_port
 from tests.stores import BreakingProxy, Fault
 from tests.unit.checkpoint.parts import make_part, remote_manifest, upload_parts
@@ -43,9 +44,9 @@ def test_a_checkpoint_arrives_and_comes_back(proxy: BreakingProxy, tmp_path: Pat
     proxy.faults = [Fault("(POST|PUT) .*upload", kind, 1), Fault("GET .*safetensors", kind, 1)]
     assert upload_parts(url, part)[0]["error"] == ""
     store = Store(url)
-    name = remote.committed(store)[0]
-    entry = remote_manifest(copy := remote.fetch(store, name, tmp_path / "fetched")).files[0]
-    remote.bring(copy, entry.name, entry.size, entry.crc32)
+    name = StorePlace(store).committed()[0]
+    entry = remote_manifest(copy := local_copies.fetch(store, name, tmp_path / "fetched")).files[0]
+    local_copies.bring(copy, entry.name, entry.size, entry.crc32)
     assert (copy / entry.name).read_bytes() == (tmp_path / "step_1_rank_00000.safetensors").read_bytes()
     assert [fault.happened for fault in proxy.faults] == [1, 1]
     size, stamp = store.stamp("latest")

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from megalite.core.base.slices import Slice
 from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, commit_text, read_manifest
-from megalite.runtime.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, parse_header, write_file
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, parse_header
+from megalite.runtime.places.disk import BLOCK, write_file
 
 Rectangle = tuple[int, int, int, int]
 

@@ -36,7 +36,8 @@ from megalite.runtime.checkpoint.manifest import (
     read_manifest,
 )
 from megalite.runtime.checkpoint.reader import ShardReader
-from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, open_inside, write_file
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, open_inside
+from megalite.runtime.places.disk import write_file
 from tests.parity.runs import MODEL
 from tests.ranks import ROOT
 from tests.workers import WorkerPool
@@ -314,11 +315,12 @@ def test_an_export_reads_a_third_twice(tmp_path: Path, monkeypatch: pytest.Monke
     from megalite.extras.convert import hf
     from megalite.extras.convert.hf import export_hf
     from megalite.runtime.checkpoint import manifest as manifest_module
-    from megalite.runtime.checkpoint import reader, safetensors_io
+    from megalite.runtime.checkpoint import reader
     from megalite.runtime.checkpoint.snapshot import boxes_of
+    from megalite.runtime.places import disk
     from tests.parity.jobs import llama, make_config, start
 
-    for module in (hf, reader, safetensors_io, manifest_module):
+    for module in (hf, reader, disk, manifest_module):
         monkeypatch.setattr(module, "BLOCK", 4096)
     engine = start(0, cfg := make_config(llama()), 1)
     states, folder = engine.optimizer.states(), tmp_path / "step_00000001"

@@ -20,10 +20,11 @@ from megalite.core.base.errors import UserError
 from megalite.core.mesh.context import ParallelContext
 from megalite.extras.view.checkpoint import describe
 from megalite.runtime.checkpoint import writer
-from megalite.runtime.checkpoint.commit import clean_up, commit
 from megalite.runtime.checkpoint.load import find_good, load_checkpoint, read_meta
-from megalite.runtime.checkpoint.manifest import Manifest
+from megalite.runtime.checkpoint.manifest import Manifest, committable
 from megalite.runtime.checkpoint.save import Checkpointer, SaveError
+from megalite.runtime.places.folder_place import FolderPlace
+from megalite.runtime.places.place import Save
 from tests.faults import checkpoint_states as cs
 from tests.parity.jobs import llama, make_config
 from tests.unit.checkpoint.jobs import bit_flip, layout, whole_tensors
@@ -116,19 +117,20 @@ def test_cleaning_up_while_a_writer_without_its_rank_commits(
     """One of the two is first, and then it is as if the other had not been there: whole or gone, never half."""
     save_steps(tmp_path, 1)
     manifest = Manifest.from_json((tmp_path / "step_00000001" / "manifest.json").read_bytes(), "manifest")
+    place, save = FolderPlace(tmp_path), Save("step_00000002", "id")
     temporary = tmp_path / ".tmp_step_00000002_id"
     shutil.copytree(tmp_path / "step_00000001", temporary, ignore=shutil.ignore_patterns("manifest.json", "COMMIT"))
     rename, rmtree = os.rename, shutil.rmtree
 
     def rename_last(source: Path, target: Path) -> None:
         monkeypatch.undo()
-        commit(tmp_path, temporary, "step_00000002", manifest, [])
+        place.publish(save, *committable(manifest), [])
         rename(source, target)
 
     def delete_last(path: Path) -> None:
         monkeypatch.undo()
         with pytest.raises(FileNotFoundError):
-            commit(tmp_path, temporary, "step_00000002", manifest, [])
+            place.publish(save, *committable(manifest), [])
         # Such a writer may also be deleting, in a folder that it prunes.
         rmtree(path)
         raise FileNotFoundError
@@ -137,7 +139,7 @@ def test_cleaning_up_while_a_writer_without_its_rank_commits(
         monkeypatch.setattr(os, "rename", rename_last)
     else:
         monkeypatch.setattr(shutil, "rmtree", delete_last)
-    assert clean_up(tmp_path) == ([] if writer_first else [temporary.name])
+    assert place.clean_up() == ([] if writer_first else [temporary.name])
     steps = ["step_00000001", "step_00000002"] if writer_first else ["step_00000001"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", *steps]
     good = find_good(tmp_path, CTX)

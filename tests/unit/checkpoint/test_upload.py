@@ -26,7 +26,8 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.options.train import TrainConfig
 from megalite.runtime.base import waits
-from megalite.runtime.checkpoint import remote, upload
+from megalite.runtime.base.urls import cached_at, check_url
+from megalite.runtime.checkpoint import local_copies, upload
 from megalite.runtime.checkpoint.claim import Claim
 from megalite.runtime.checkpoint.fragments import assemble
 from megalite.runtime.checkpoint.manifest import Manifest
@@ -38,7 +39,9 @@ from megalite.runtime.checkpoint.writer import receive, say
 from megalite.runtime.options.run import Config, RunConfig
 from megalite.runtime.places import store as store_module
 from megalite.runtime.places.downloads import bring_tree
-from megalite.runtime.places.store import MissingObject, Store, StoreError, cached_at, check_url
+from megalite.runtime.places.names import step_of
+from megalite.runtime.places.store import MissingObject, Store, StoreError
+from megalite.runtime.places.store_place import OWNER, StorePlace
 from tests.faults import checkpoint_states as cs
 from tests.stores import KEY_ID, S3, SECRET, TOKEN, BreakingProxy, Fault, secrets_in
 from tests.unit.checkpoint.parts import make_part, remote_manifest, upload_parts
@@ -63,12 +66,12 @@ def test_a_checkpoint_of_two_ranks_arrives_and_comes_back(url: str, tmp_path: Pa
     sent = {p.fragment["file"]["name"]: os.pread(p.descriptor, 1 << 20, 0) for p in parts}
     assert [r["error"] for r in upload_parts(url, *parts)] == ["", ""]
     store = Store(url)
-    assert remote.committed(store) == ["step_00000003-" + "0" * 16]
-    copy = remote.fetch(store, remote.committed(store)[0], tmp_path / "fetched")
+    assert StorePlace(store).committed() == ["step_00000003-" + "0" * 16]
+    copy = local_copies.fetch(store, StorePlace(store).committed()[0], tmp_path / "fetched")
     assert sorted(p.name for p in copy.iterdir()) == ["COMMIT", "SOURCE", "manifest.json"]
     manifest = remote_manifest(copy)
     for entry in manifest.files:
-        remote.bring(copy, entry.name, entry.size, entry.crc32)
+        local_copies.bring(copy, entry.name, entry.size, entry.crc32)
         assert (copy / entry.name).read_bytes() == sent[entry.name]
 
 
@@ -94,7 +97,7 @@ def test_what_passes_is_tried_again(
     proxy.faults = [Fault(made.match, made.kind, made.times)]
     assert upload_parts(url, make_part(tmp_path, url, 1))[0]["error"] == ""
     assert proxy.faults[0].happened == made.times
-    assert len(remote.committed(Store(url))) == 1
+    assert len(StorePlace(Store(url)).committed()) == 1
 
 
 @pytest.mark.parametrize("kind", ["503", pytest.param("cut-request", marks=pytest.mark.full)])
@@ -132,23 +135,23 @@ def test_a_kill_in_the_middle_of_a_large_object_leaves_nothing_visible(
     child.join(120)
     assert (child.exitcode, proxy.faults[0].happened) == (-signal.SIGKILL, 1)
     store = Store(url)
-    assert remote.committed(store) == [first.name]
+    assert StorePlace(store).committed() == [first.name]
     assert [name for name in store.names() if name.startswith("step_00000002")] == []
     assert upload_parts(url, part)[0]["error"] == ""
-    assert remote.step_of(remote.committed(store)[0]) == 2
+    assert step_of(StorePlace(store).committed()[0]) == 2
 
 
 def test_a_disk_without_room_for_a_download(folder_url: str, tmp_path: Path) -> None:
     """One line that names the disk, and not the credentials; once there is room it is brought."""
     part = make_part(tmp_path, folder_url, 1)
     assert upload_parts(folder_url, part)[0]["error"] == ""
-    copy = remote.fetch(Store(folder_url), part.name, tmp_path / "fetched")
+    copy = local_copies.fetch(Store(folder_url), part.name, tmp_path / "fetched")
     entry = remote_manifest(copy).files[0]
     (copy / f".part_{entry.name}").symlink_to("/dev/full")
     with pytest.raises(UserError, match="the disk of .*fetched.* has no room for"):
-        remote.bring(copy, entry.name, entry.size, entry.crc32)
+        local_copies.bring(copy, entry.name, entry.size, entry.crc32)
     (copy / f".part_{entry.name}").unlink()
-    remote.bring(copy, entry.name, entry.size, entry.crc32)
+    local_copies.bring(copy, entry.name, entry.size, entry.crc32)
 
 
 @pytest.mark.full
@@ -186,7 +189,7 @@ def test_a_store_that_takes_nothing_leaves_nothing_visible(
     assert proxy.faults[0].happened == 1 if kind == "403" else proxy.faults[0].happened > 1
     assert (tmp_path / "step_2_rank_00000.safetensors").stat().st_size > 10_000
     proxy.faults = []
-    assert [name[:13] for name in remote.committed(Store(url))] == ["step_00000001"]
+    assert [name[:13] for name in StorePlace(Store(url)).committed()] == ["step_00000001"]
     # The next one takes away what was left of it.
     part = make_part(tmp_path, url, 3, save_id="2" * 16, written=["step_00000001-" + "0" * 16])
     assert upload_parts(url, part)[0]["error"] == ""
@@ -201,7 +204,7 @@ def test_a_missing_part_is_not_committed(url: str, tmp_path: Path, monkeypatch: 
     (tmp_path / "metrics.jsonl").write_text("1\n")
     report = upload_parts(url, part, patience=0.0)[0]
     assert "rank_00001.json" in report["error"]
-    assert remote.committed(Store(url)) == []
+    assert StorePlace(Store(url)).committed() == []
     assert Store(url).parent.read("metrics.jsonl") == b"1\n"
 
 
@@ -212,7 +215,7 @@ def test_a_rank_that_is_ahead_keeps_its_part(url: str, tmp_path: Path) -> None:
     last = make_part(tmp_path, url, 2, 0, 2, save_id="1" * 16, written=[first[0].name])
     for part in (ahead, *first, last):
         assert upload_parts(url, part)[0]["error"] == ""
-    assert [name[:13] for name in remote.committed(Store(url))] == ["step_00000002", "step_00000001"]
+    assert [name[:13] for name in StorePlace(Store(url)).committed()] == ["step_00000002", "step_00000001"]
 
 
 def test_an_object_that_became_short_is_not_committed(url: str, tmp_path: Path) -> None:
@@ -223,7 +226,7 @@ def test_an_object_that_became_short_is_not_committed(url: str, tmp_path: Path) 
     store.write(name, store.read(name)[:-1])
     report = upload_parts(url, make_part(tmp_path, url, 1, 0, 2))[0]
     assert "rank_00001.safetensors: has" in report["error"]
-    assert remote.committed(store) == []
+    assert StorePlace(store).committed() == []
 
 
 @pytest.mark.parametrize("kind", ["short", "corrupt", "cut"])
@@ -234,10 +237,10 @@ def test_a_download_that_was_broken_on_its_way_is_repeated(
     sent = os.pread(part.descriptor, 1 << 20, 0)
     assert upload_parts(url, part)[0]["error"] == ""
     store = Store(url)
-    copy = remote.fetch(store, remote.committed(store)[0], tmp_path / "fetched")
+    copy = local_copies.fetch(store, StorePlace(store).committed()[0], tmp_path / "fetched")
     proxy.faults = [Fault("GET .*safetensors", kind, 2)]
     entry = remote_manifest(copy).files[0]
-    remote.bring(copy, entry.name, entry.size, entry.crc32)
+    local_copies.bring(copy, entry.name, entry.size, entry.crc32)
     assert (copy / entry.name).read_bytes() == sent
     assert proxy.faults[0].happened == 2
 
@@ -245,11 +248,11 @@ def test_a_download_that_was_broken_on_its_way_is_repeated(
 def damaged_copy(url: str, tmp_path: Path) -> tuple[Path, Any]:
     """A copy of the store's checkpoint, whose first shard has changed there by a bit, and that shard's entry."""
     store = Store(url)
-    name = remote.committed(store)[0]
+    name = StorePlace(store).committed()[0]
     data = bytearray(store.read(f"{name}/rank_00000.safetensors"))
     data[-1] ^= 1
     store.write(f"{name}/rank_00000.safetensors", bytes(data))
-    copy = remote.fetch(store, name, tmp_path / "fetched")
+    copy = local_copies.fetch(store, name, tmp_path / "fetched")
     return copy, remote_manifest(copy).files[0]
 
 
@@ -257,7 +260,7 @@ def test_damage_in_the_store_is_an_error(url: str, tmp_path: Path) -> None:
     assert upload_parts(url, make_part(tmp_path, url, 1))[0]["error"] == ""
     copy, entry = damaged_copy(url, tmp_path)
     with pytest.raises(StoreError, match="differs from its checksum"):
-        remote.bring(copy, entry.name, entry.size, entry.crc32)
+        local_copies.bring(copy, entry.name, entry.size, entry.crc32)
     assert not (copy / entry.name).exists()
 
 
@@ -268,14 +271,14 @@ def test_keep_last_and_what_a_run_does_not_continue(url: str, tmp_path: Path) ->
         names.append(part.name)
         assert upload_parts(url, part)[0]["error"] == ""
     store = Store(url)
-    assert remote.committed(store) == [names[2], names[1]]
+    assert StorePlace(store).committed() == [names[2], names[1]]
     # Another run continues from step 2: step 3 is set aside, and step 2 never pruned.
     mine: list[str] = []
     for step in (3, 4, 5):
         part = make_part(tmp_path / "b", url, step, save_id="b" * 16, base=2, keep=[names[1]], written=mine)
         mine.append(part.name)
         assert upload_parts(url, part)[0]["error"] == ""
-    assert remote.committed(store) == [mine[2], mine[1], names[1]]
+    assert StorePlace(store).committed() == [mine[2], mine[1], names[1]]
     assert "ASIDE" in store.names(names[2])
     assert f"{names[0]}/" not in store.names()
     assert f"{mine[0]}/" not in store.names()
@@ -291,7 +294,7 @@ def test_what_is_abandoned_is_set_aside_before_the_commit(
     report = upload_parts(url, make_part(tmp_path, url, 5, save_id="5" * 16, base=4))[0]
     assert bool(report["error"]) == (match == "ASIDE")
     proxy.faults = []
-    assert [name[:13] for name in remote.committed(Store(url))] == [newest]
+    assert [name[:13] for name in StorePlace(Store(url)).committed()] == [newest]
 
 
 def test_a_listing_that_is_old(url: str, tmp_path: Path, proxy: BreakingProxy) -> None:
@@ -313,7 +316,7 @@ def test_a_listing_that_is_old(url: str, tmp_path: Path, proxy: BreakingProxy) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "names", names_of)
-        assert remote.committed(store) == [names[3]]
+        assert StorePlace(store).committed() == [names[3]]
 
 
 def test_two_runs_on_one_place(url: str, tmp_path: Path) -> None:
@@ -325,11 +328,11 @@ def test_two_runs_on_one_place(url: str, tmp_path: Path) -> None:
     report = upload_parts(url, first, owner=owner)[0]
     assert report["taken"]
     assert "has been taken by run abc on elsewhere" in report["error"]
-    assert remote.committed(Store(url)) == [second.name]
+    assert StorePlace(Store(url)).committed() == [second.name]
 
 
 def test_a_held_part_is_uploaded_when_released(url: str, tmp_path: Path) -> None:
-    Store(url).write(remote.OWNER, b"me")
+    Store(url).write(OWNER, b"me")
     reports: queue.Queue[dict[str, Any]] = queue.Queue()
     uploader = Uploader(url, reports.put, 30.0)
     assert not uploader.release("step_00000002-" + "0" * 16)
@@ -338,7 +341,7 @@ def test_a_held_part_is_uploaded_when_released(url: str, tmp_path: Path) -> None
         (tmp_path / f"step_{step}_rank_00000.safetensors").unlink()
     assert uploader.release("step_00000002-" + "0" * 16)
     assert reports.get(timeout=300)["error"] == ""
-    assert [name[:13] for name in remote.committed(Store(url))] == ["step_00000002"]
+    assert [name[:13] for name in StorePlace(Store(url)).committed()] == ["step_00000002"]
 
 
 def test_manifest_of_fragments_is_the_one_of_a_local_save() -> None:
@@ -496,7 +499,7 @@ def test_a_copy_knows_the_checksums(folder_url: str, tmp_path: Path) -> None:
     assert upload_parts(folder_url, make_part(tmp_path, folder_url, 1))[0]["error"] == ""
     copy, entry = damaged_copy(folder_url, tmp_path)
     with pytest.raises(StoreError, match="differs from its checksum"):
-        remote.bring(copy, entry.name, entry.size, ())
+        local_copies.bring(copy, entry.name, entry.size, ())
 
 
 def test_a_copy_that_lost_its_end_is_downloaded_again(folder_url: str, tmp_path: Path) -> None:
@@ -504,10 +507,10 @@ def test_a_copy_that_lost_its_end_is_downloaded_again(folder_url: str, tmp_path:
     part = make_part(tmp_path, folder_url, 1)
     sent = os.pread(part.descriptor, 1 << 20, 0)
     assert upload_parts(folder_url, part)[0]["error"] == ""
-    copy = remote.fetch(Store(folder_url), part.name, tmp_path / "fetched")
+    copy = local_copies.fetch(Store(folder_url), part.name, tmp_path / "fetched")
     entry = remote_manifest(copy).files[0]
     (copy / entry.name).write_bytes(sent[:-1])
-    remote.bring(copy, entry.name, entry.size, entry.crc32)
+    local_copies.bring(copy, entry.name, entry.size, entry.crc32)
     assert (copy / entry.name).read_bytes() == sent
     tree = tmp_path / "tree"
     tree.mkdir()
@@ -524,10 +527,10 @@ def test_copies_of_others_stay(folder_url: str, tmp_path: Path) -> None:
         part = make_part(tmp_path, folder_url, step, save_id=str(step) * 16, written=["step_00000001-" + "1" * 16])
         assert upload_parts(folder_url, part)[0]["error"] == ""
     store, into = Store(folder_url), tmp_path / "fetched"
-    new, old = (remote.fetch(store, name, into) for name in remote.committed(store))
+    new, old = (local_copies.fetch(store, name, into) for name in StorePlace(store).committed())
     assert new.exists()
     new.rename(into / "other")
-    remote.fetch(store, new.name, into, alone=True)
+    local_copies.fetch(store, new.name, into, alone=True)
     assert not old.exists()
 
 
@@ -548,7 +551,7 @@ def test_parts_that_no_other_host_sees_go(folder_url: str, tmp_path: Path) -> No
     failed = add(1)  # nobody owns the place yet
     assert reports.get(timeout=300)["error"]
     assert failed.exists()
-    Store(folder_url).write(remote.OWNER, b"me")
+    Store(folder_url).write(OWNER, b"me")
     held = add(2, hold=True)
     done = add(3)
     assert reports.get(timeout=300)["error"] == ""
@@ -577,7 +580,7 @@ def test_a_part_stays_until_its_checkpoint_is_committed(
     assert "owner" in reports.get(timeout=300)["error"]
     assert local[0].exists()
     assert local[1].exists()
-    Store(folder_url).write(remote.OWNER, b"me")
+    Store(folder_url).write(OWNER, b"me")
     report = reports.get(timeout=300)
     assert (report["upload"], report["error"]) == (parts[0].name, "")
     while local[0].exists() or local[1].exists():
@@ -590,10 +593,10 @@ def test_a_place_that_is_taken_after_the_commit(
     """Nothing of the other run is set aside."""
 
     def taken(store: Store, _: list[str]) -> None:
-        store.write(remote.OWNER, b"other")
+        store.write(OWNER, b"other")
 
     monkeypatch.setattr(Store, "delete", taken)  # of the fragments
-    monkeypatch.setattr(remote, "tidy", lambda *_: pytest.fail("tidied another run's place"))
+    monkeypatch.setattr(StorePlace, "tidy", lambda *_: pytest.fail("tidied another run's place"))
     assert upload_parts(folder_url, make_part(tmp_path, folder_url, 1))[0]["taken"]
 
 
@@ -692,7 +695,7 @@ def test_a_checkpoint_whose_upload_failed_is_uploaded_at_the_next_start(folder_u
     assert path is not None
     assert not first.settle()
     first.close()
-    assert remote.committed(store) == []
+    assert StorePlace(store).committed() == []
     for is_missing in (True, False):
         again = start()
         again.take()
@@ -701,7 +704,7 @@ def test_a_checkpoint_whose_upload_failed_is_uploaded_at_the_next_start(folder_u
         assert again.mirror.is_busy == is_missing
         assert again.settle()
         again.close()
-        (name,) = remote.committed(store)
+        (name,) = StorePlace(store).committed()
         assert {n: store.read(f"{name}/{n}") for n in store.names(name)} == {
             p.name: p.read_bytes() for p in path.iterdir()
         }

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megalite.core.base.errors import UserError
 from megalite.core.mesh import agree as agree_module
-from megalite.runtime.checkpoint import remote
 from megalite.runtime.checkpoint import waiting as waiting_module
 from megalite.runtime.checkpoint.load import find_good, load_checkpoint
 from megalite.runtime.checkpoint.mirror import Mirror
@@ -21,7 +20,9 @@ from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.checkpoint.upload import Part, send_part
 from megalite.runtime.checkpoint.waiting import upload_waiting
 from megalite.runtime.places import store as store_module
+from megalite.runtime.places.names import step_of
 from megalite.runtime.places.store import Store
+from megalite.runtime.places.store_place import StorePlace
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 
@@ -97,9 +98,9 @@ def _sent(rank: int, url: str, disk: str) -> list[tuple[int, bool]]:
     """The parts that this rank of one host uploads, and whether the metrics were there before."""
     sent = list[tuple[int, bool]]()
 
-    def send(store: Store, part: Part) -> None:
-        sent.append((part.job["rank"], "metrics.jsonl" in store.parent.names()))
-        send_part(store, part)
+    def send(place: StorePlace, part: Part) -> None:
+        sent.append((part.job["rank"], "metrics.jsonl" in place.store.parent.names()))
+        send_part(place, part)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waiting_module, "send_part", send)
@@ -172,7 +173,7 @@ def test_parts_that_wait_are_uploaded_at_the_next_start(
     store.parent.write("metrics.jsonl", b"1\n")
     assert pool.run(2, _save_without_an_owner, url, disks, False) == [False, False]
     assert waiting(disks) == PARTS
-    assert [remote.step_of(name) for name in remote.committed(store)] == [2]
+    assert [step_of(name) for name in StorePlace(store).committed()] == [2]
     # Nothing of it is in the store, nor can be written there.
     (name,) = (name.rstrip("/") for name in store.names() if name.startswith("step_00000004"))
     empty(store, name)
@@ -185,7 +186,7 @@ def test_parts_that_wait_are_uploaded_at_the_next_start(
     (tmp_path / "away").rename(tmp_path / "store")
     assert pool.run(2, _start, url, disks[::-1]) == [4, 4]
     assert waiting(disks) == []
-    assert remote.committed(store)[0] == name
+    assert StorePlace(store).committed()[0] == name
     assert store.parent.read("metrics.jsonl") == b"1\n2\n"
 
 
@@ -207,6 +208,16 @@ def test_a_part_that_was_uploaded_may_be_lost_on_the_disk(
     Store(url).write("metrics.jsonl", b"1\n2\n" if lost else b"")
     assert pool.run(2, _start, url, disks) == [4, 4]
     assert Store(url).read("metrics.jsonl") == (b"1\n2\n" if lost else b"")
+
+
+def test_a_part_that_is_short_in_the_store_is_sent_again(pool: WorkerPool, url: str, disks: list[str]) -> None:
+    store = Store(f"{url}/checkpoints")
+    pool.run(2, _save_without_an_owner, url, disks, False)
+    (name,) = (name.rstrip("/") for name in store.names() if name.startswith("step_00000004"))
+    whole = store.read(f"{name}/{PARTS[3]}")
+    store.write(f"{name}/{PARTS[3]}", whole[:-1])
+    assert pool.run(2, _start, url, disks) == [4, 4]
+    assert store.read(f"{name}/{PARTS[3]}") == whole
 
 
 @pytest.mark.parametrize("saves", [False, True])
@@ -238,7 +249,7 @@ def test_the_ranks_of_a_host_share_its_parts(pool: WorkerPool, url: str, disks: 
     store.delete([f"{name}/{PARTS[2]}"])
     shutil.copytree(f"{disks[1]}/checkpoints", f"{disks[0]}/checkpoints", dirs_exist_ok=True)
     assert pool.run(2, _sent, url, disks[0]) == [[], [(1, False)]]
-    assert remote.committed(store)[0] == name
+    assert StorePlace(store).committed()[0] == name
     store.delete([f"{name}/COMMIT"])
     Path(disks[0], "metrics.jsonl").write_text("1\n")
     assert (0, True) in pool.run(2, _sent, url, disks[0])[0]
@@ -256,7 +267,7 @@ def test_weights_that_wait(pool: WorkerPool, url: str, disks: list[str]) -> None
     pool.run(2, _save_without_an_owner, url, disks, True)
     assert pool.run(2, _start, url, disks) == [2, 2]
     (name,) = (name.rstrip("/") for name in store.names() if name.startswith("model_00000004"))
-    assert remote.exists(store, f"{name}/COMMIT")
+    assert StorePlace(store).exists(f"{name}/COMMIT")
 
 
 def test_another_run_has_the_place(pool: WorkerPool, tmp_path: Path, url: str, disks: list[str]) -> None:

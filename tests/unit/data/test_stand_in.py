@@ -15,11 +15,12 @@ import pytest
 from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.base import waits
+from megalite.runtime.base.urls import cached_at
 from megalite.runtime.data import build_datasets
 from megalite.runtime.data.stand_in import UNIT, Units, bring_prefix
 from megalite.runtime.places import store as store_module
 from megalite.runtime.places.downloads import bring_tree
-from megalite.runtime.places.store import Store, StoreError, cached_at
+from megalite.runtime.places.store import Store, StoreError
 from tests.ranks import ROOT
 from tests.stores import S3, BreakingProxy, Fault, secrets_in
 

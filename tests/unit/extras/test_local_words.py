@@ -14,8 +14,8 @@ from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.extras.command import find_main
 from megalite.extras.local_words import local_words
-from megalite.runtime.checkpoint import remote
 from megalite.runtime.places.store import Store, StoreError
+from megalite.runtime.places.store_place import StorePlace
 from tests.stores import S3
 from tests.unit.checkpoint import hf_models
 from tests.unit.checkpoint.parts import make_part, upload_parts
@@ -40,7 +40,7 @@ def test_inspect_verifies_a_checkpoint_in_a_store(s3: S3, tmp_path: Path, capsys
             f"{run}/checkpoints", *(make_part(tmp_path, f"{run}/checkpoints", 3, r, 2) for r in (1, 0))
         )
     ] == ["", ""]
-    name = remote.committed(Store(f"{run}/checkpoints"))[0]
+    name = StorePlace(Store(f"{run}/checkpoints")).committed()[0]
     for url in (run, f"{run}/checkpoints/{name}"):
         find_main("inspect")([url, "--verify"])
         assert "step 3" in capsys.readouterr().out.lower()

@@ -1,15 +1,9 @@
-"""Checkpoints in a store: which are committed, whose place it is, and local copies that bring shards when needed.
-
-`CHECKPOINTS/step_NNNNNNNN-ID/` holds what a local checkpoint holds. `owner` names the run that writes here, the
-last one that started. `latest` names the last commit, for listings that lag behind.
-"""
+"""Local copies of checkpoints in a store: manifest and COMMIT at once, shards when they are needed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Sequence
@@ -17,22 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.log import logger
-from megalite.runtime.base.untrusted import BadFile, parse_json, read_json
+from megalite.runtime.base.untrusted import parse_json, read_json
+from megalite.runtime.base.urls import cached_at, check_url, is_url, join
+from megalite.runtime.places.disk import BLOCK
 from megalite.runtime.places.downloads import flush, locked
-from megalite.runtime.places.store import MissingObject, Store, StoreError, cached_at, check_url, is_url, join
+from megalite.runtime.places.place import COMMIT, MANIFEST
+from megalite.runtime.places.store import Store, StoreError
+from megalite.runtime.places.store_place import StorePlace
 
-OWNER, LATEST = "owner", "latest"
-_NAME = re.compile(r"step_(\d{8,})-[0-9a-f]{16}")
 # A local copy says in this file where its shards are, and their sizes.
 SOURCE = "SOURCE"
 _MAX_SOURCE = 64 << 20
-_BLOCK = 8 << 20
-
-
-def step_of(name: str) -> int:
-    """Return the step of a full checkpoint in a store; -1 for another name."""
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match else -1
 
 
 def local_copy(path: str, cache_dir: str) -> Path:
@@ -55,59 +44,12 @@ def locate(url: str) -> str:
     """
     check_url("checkpoint", url)
     root, _, name = url.rstrip("/").rpartition("/")
-    if not exists(Store(root), f"{name}/COMMIT"):
+    if not StorePlace(Store(root)).exists(f"{name}/{COMMIT}"):
         root = join(url, "checkpoints")
-        name = next(iter(committed(Store(root))), "")
+        name = next(iter(StorePlace(Store(root)).committed()), "")
         if not name:
             raise StoreError(url, "holds no committed checkpoint")
     return join(root, name)
-
-
-def describe(owner: str) -> str:
-    """Describe the owner of a place in a store."""
-    try:
-        content = parse_json(owner.encode())
-        return f"{content['run_id']} on {content['host']}"
-    except (BadFile, KeyError, TypeError):
-        return "of an unknown owner"
-
-
-def committed(store: Store) -> list[str]:
-    """List the names of committed full checkpoints, newest first."""
-    found = {name.rstrip("/") for name in store.names() if name.endswith("/")}
-    with contextlib.suppress(MissingObject):
-        found.add(store.read(LATEST).decode(errors="replace"))
-    steps = sorted((name for name in found if step_of(name) >= 0), key=lambda name: (step_of(name), name), reverse=True)
-    # Listings may be old: the object itself decides.
-    return [name for name in steps if exists(store, f"{name}/COMMIT")]
-
-
-def exists(store: Store, name: str) -> bool:
-    """Whether there is such an object."""
-    try:
-        store.size(name)
-    except MissingObject:
-        return False
-    return True
-
-
-def set_aside(store: Store, name: str, claim: dict[str, Any]) -> None:
-    """Before the commit of `name`: take what the run does not continue out of what a run resumes from."""
-    mine = {*claim["written"], name}
-    for other in (n for n in committed(store) if step_of(n) > claim["base"] and n not in mine):
-        # Nothing can be renamed in a store: without COMMIT no run resumes from it, with this file none deletes it.
-        store.write(f"{other}/ASIDE", store.read(f"{other}/COMMIT"))
-        store.delete([f"{other}/COMMIT"])
-
-
-def tidy(store: Store, name: str, claim: dict[str, Any]) -> None:
-    """After the commit of `name`: point `latest` at it, and prune older ones."""
-    store.write(LATEST, name.encode())
-    keep = {*committed(store)[: claim["keep_last"]], *claim["keep"], name}
-    for other in {n.rstrip("/") for n in store.names() if n.endswith("/")} - keep:
-        # Of a later one other ranks may be uploading their parts already.
-        if 0 <= step_of(other) < step_of(name) and "ASIDE" not in (files := store.names(other)):
-            store.delete(f"{other}/{n}" for n in sorted(files, key=lambda n: n != "COMMIT"))
 
 
 def fetch(store: Store, name: str, into: Path, alone: bool = False) -> Path:
@@ -126,7 +68,7 @@ def fetch(store: Store, name: str, into: Path, alone: bool = False) -> Path:
                 shutil.rmtree(other)
         part.mkdir()
         sizes = {n: size for n, size in store.names(name).items() if not n.endswith("/")}
-        for n in ("manifest.json", "COMMIT"):
+        for n in (MANIFEST, COMMIT):
             store.download(f"{name}/{n}", part / n, sizes.get(n, 0))
             flush(part / n)
         (part / SOURCE).write_text(json.dumps({"url": join(store.url, name), "files": sizes}))
@@ -153,7 +95,7 @@ def bring(folder: Path, name: str, size: int, crc32: tuple[int, ...]) -> None:
     def wrong(path: Path) -> str:
         with path.open("rb") as f:
             for block, crc in enumerate(sums):
-                if zlib.crc32(f.read(_BLOCK)) != crc:
+                if zlib.crc32(f.read(BLOCK)) != crc:
                     return f"block {block} differs from its checksum (CRC32)"
         return ""
 
@@ -167,5 +109,5 @@ def bring(folder: Path, name: str, size: int, crc32: tuple[int, ...]) -> None:
 
 
 def _sums(folder: Path, name: str) -> Sequence[int]:
-    files = parse_json((folder / "manifest.json").read_bytes())["files"]
+    files = parse_json((folder / MANIFEST).read_bytes())["files"]
     return next((entry["crc32"] for entry in files if entry["name"] == name), ())

@@ -1,4 +1,4 @@
-"""Names in `RUN_DIR/checkpoints`: one folder a step, and what a folder of Megatron-LM looks like."""
+"""Names of checkpoints, in a folder and in a store, and what a folder of Megatron-LM looks like."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 from megalite.core.base.errors import UserError
 
+# What is not a checkpoint yet, or no longer, has a name that begins so.
+TEMPORARY = ".tmp_"
 _STEP = re.compile(r"step_(\d{8,})")
+_STEP_IN_STORE = re.compile(r"step_(\d{8,})-[0-9a-f]{16}")
 # Megatron-LM's folders of one iteration, and of one rank in it.
 _MEGATRON = re.compile(r"iter_\d+|mp_rank_\d+(_\d+)*")
 
@@ -33,6 +36,17 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
         return []
     matches = [(_STEP.fullmatch(p.name), p) for p in root.iterdir()]
     return sorted(((int(m[1]), p) for m, p in matches if m), reverse=True)
+
+
+def store_name(name: str, save_id: str) -> str:
+    """Name the folder in a store of what a save makes: nothing can be renamed there, so no two saves share one."""
+    return f"{name}-{save_id}"
+
+
+def step_of(name: str) -> int:
+    """Return the step of a full checkpoint in a store; -1 for another name."""
+    match = _STEP_IN_STORE.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def refuse_megatron(path: Path, given: str) -> None:
