@@ -135,7 +135,10 @@ def other_flags() -> set[str]:
     """Flags of the scripts and tools, and of those programs of others that the pages call."""
     files = [path for pattern in SCRIPTS for path in ROOT.glob(pattern)]
     files += [path for room in ("extras/launch", "data", "ops") for path in (ROOT / "megalite" / room).glob("*.py")]
-    files += [*(file_of(command) for command in COMMANDS), ROOT / "tests/soak/__main__.py"]
+    files += [
+        *(file_of(command) for command in COMMANDS),
+        *(ROOT / f"tests/{part}/__main__.py" for part in ("golden", "soak")),
+    ]
     theirs = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone"}
     # docker, pyxis, apptainer
     theirs |= {"--build-arg", "--gpus", "--ipc", "--shm-size", "--ulimit", "--cap-add", "--device", "--network", "--rm"}
