@@ -178,7 +178,9 @@ def test_a_row_of_all_gpus(tmp_path: Path) -> None:
     assert part["outcome"] == "passed", (tmp_path / "log").read_text()
     (row,) = part["rows"]
     assert row["exposed"].keys() >= {"tp all_gather", "tp reduce_scatter", "world all_reduce"}
-    assert 0 < row["exposed_ms"] < row["step_ms"]
+    # A mean, which a slow step can carry above the median of the steps.
+    assert row["exposed_ms"] == pytest.approx(sum(row["exposed"].values()), abs=0.01)
+    assert row["exposed_ms"] > 0
     assert row["tokens_per_s_per_gpu"] == pytest.approx(8 * 32 / 2 / row["step_ms"] * 1e3, rel=1e-4)
     assert "| tp 2 |" in gpus.page({"gpus": "2"}, {"tp 2": part})
 

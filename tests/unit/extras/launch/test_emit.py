@@ -258,7 +258,9 @@ def test_a_slurm_job_that_saved_before_its_last_step_queues_again(
     programs = {
         **SLURM,
         "python": wait + 'exit "$([ "$MEGALITE_UNFINISHED_EXIT_CODE" = 75 ] && echo "$CODE")"',
-        "scancel": 'touch "$PLACE/told"',
+        "srun": 'echo $$ > "$PLACE/step"; ' + SLURM["srun"],
+        # The step may end before the script goes on, which then used to end with the code of the signal.
+        "scancel": 'touch "$PLACE/told"; while kill -0 "$(cat "$PLACE/step")" 2>/dev/null; do sleep 0.05; done',
         "scontrol": SLURM["scontrol"] + '; echo "$@" >> "$PLACE/scontrol_words"',
     }
     text = slurm_script(job(max_restarts=2, workdir=str(tmp_path)))

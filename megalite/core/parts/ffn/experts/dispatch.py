@@ -98,7 +98,8 @@ class AllToAll(Dispatch):
     def wait(self) -> None:
         """Wait for the counts, and order what will arrive."""
         if self.ep.size == 1:
-            self.sizes = Sizes(self.own, lambda: start_host_counts(self.own)()[0])
+            own = self.own  # a function of `self` would be a cycle, which keeps the order until a collection
+            self.sizes = Sizes(own, lambda: start_host_counts(own)()[0])
             return
         leaving, from_ranks = (
             [own[i : i + self.local] for i in range(0, len(own), self.local)] for own in self.counts()
