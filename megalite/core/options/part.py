@@ -1,4 +1,4 @@
-"""What a part says of its options: defaults that follow from others, and what fits together."""
+"""What a part says of its options: which it has, what follows from others, and what fits together."""
 
 from __future__ import annotations
 
@@ -11,13 +11,27 @@ Model = TypeVar("Model")
 Step = TypeVar("Step")
 
 
-class PartOptions(Generic[Model, Step]):
+class PartRules(Generic[Model, Step]):
     """The rules of one part. All parts are asked, whether a model has them or not: an option of a part that is off is
     refused by its part.
+
+    Attributes:
+        options: frozen dataclass with the part's options of a model, which `ModelConfig` inherits, each with a default
+            and with its help text as a string under it; None: it has none.
+        after: option of a model that they follow in --help and in config.yaml.
     """
 
-    def defaults(self, m: Model) -> Mapping[str, int]:
-        """Return options of a model that are derived where they are not given (`ModelConfig`)."""
+    options: type | None = None
+    after = ""
+
+    def derived(self, m: Model) -> Mapping[str, Any]:
+        """Return options of a model (`ModelConfig`) to set: derived ones that are not given, and other spellings.
+
+        Asked twice, before and after the model derives its own sizes.
+
+        Raises:
+            UserError: a value cannot be read.
+        """
         return {}
 
     def check_model(self, m: Model) -> None:
@@ -35,5 +49,10 @@ class PartOptions(Generic[Model, Step]):
         """
 
 
-PARTS: Table[PartOptions[Any, Any]] = Table("megalite.core.parts.options", "OPTIONS")
+def missing(options: object, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the options that are not given."""
+    return {name: value for name, value in defaults.items() if getattr(options, name) is None}
+
+
+PARTS: Table[PartRules[Any, Any]] = Table("megalite.core.parts.options", "PART")
 """Name -> rules."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megalite.core.base.errors import require
 
@@ -81,23 +81,3 @@ SCALING_FIELDS = {
     "yarn": ("beta_slow", "beta_fast", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }
 """Fields of `RopeScaling` that one type of scaling has and the other has not."""
-
-
-def check_rope_options(m: Any) -> None:
-    """Check the rotary options of `m`, a `ModelConfig`.
-
-    Raises:
-        UserError: they do not fit together.
-    """
-    require(
-        m.position != "rope" or (m.rotary_dim % 2 == 0 and 2 <= m.rotary_dim <= m.head_size),
-        f"--rope-fraction {m.rope_fraction}",
-        f"rotates {m.rotary_dim} head dimensions, not an even number from 2 to {m.head_dim}",
-        "change --head-dim or --rope-fraction",
-    )
-    require(
-        m.rope_scaling is None or m.rope_linear_factor == 1,
-        f"--rope-scaling with --rope-linear-factor {m.rope_linear_factor}",
-        "frequencies are scaled by one of them",
-        "set --rope-linear-factor 1, or drop --rope-scaling",
-    )

@@ -11,7 +11,6 @@ from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.part import PARTS
 from megalite.core.options.rates import check_decay
 from megalite.core.options.train import TrainConfig
-from megalite.core.options.update_rule import RULES
 
 _MAX_MICROBATCHES = 100_000
 
@@ -72,13 +71,6 @@ class StepConfig:
             f"--offload optimizer+params with --zero {p.zero}",
             "weights can be offloaded only if they are gathered before use",
             "give --zero 3, or --offload optimizer",
-        )
-        rule = self.optim.optimizer
-        require(
-            m.mup_base_width is None or (RULES[rule].width_power is not None and self.optim.decoupled_lr is None),
-            f"--mup-base-width {m.mup_base_width} with --optimizer {rule} --decoupled-lr {self.optim.decoupled_lr}",
-            f"muP sets the rates of {', '.join(name for name in RULES if RULES[name].width_power is not None)} only",
-            "choose one of these, without --decoupled-lr",
         )
         given, wide = f"--grad-dtype {self.train.grad_dtype} with --zero {p.zero}", self.train.grad_dtype == "fp32"
         rule = "saves nothing: the update requires an fp32 gradient of all that a rank owns, here everything"

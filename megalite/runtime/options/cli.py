@@ -20,10 +20,11 @@ import yaml
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import warn_on_rank_0
 from megalite.core.options.batch_sizes import BatchSizes
-from megalite.core.options.model import BALANCING, ModelConfig
+from megalite.core.options.model import ModelConfig
 from megalite.core.options.names import dashed, suggest
 from megalite.core.options.values import StrictLoader, read_value
 from megalite.core.parts.families import FAMILIES, PRESETS
+from megalite.core.parts.options.expert_options import BALANCING
 from megalite.runtime.base.urls import check_url
 from megalite.runtime.options.dialect import PLAIN, Dialect
 from megalite.runtime.options.fields import (

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import textwrap
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_type_hints
 
@@ -70,14 +70,16 @@ LAYOUT_DETAILS = ("cp_comm", "pipeline_layout", "zero_keep", "zero_reduce", "off
 
 def help_texts(cls: type) -> dict[str, str]:
     """Return the string under each field of a dataclass, read from the source, as Python does not keep it."""
-    texts = {} if cls.__base__ in (None, object) else help_texts(cls.__base__)
+    classes = [base for base in reversed(cls.__mro__) if inspect.get_annotations(base)]
+    return {name: text for base in classes for name, text in _own_texts(base)}
+
+
+def _own_texts(cls: type) -> Iterator[tuple[str, str]]:
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    return texts | {
-        ast.unparse(field.target): str(under.value.value)
-        for field, under in zip(tree.body, tree.body[1:])
-        if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant)
-    }
+    for field, under in zip(tree.body, tree.body[1:]):
+        if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant):
+            yield ast.unparse(field.target), str(under.value.value)
 
 
 def by_group(config: Config) -> dict[str, dict[str, Any]]:

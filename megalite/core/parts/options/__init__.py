@@ -1,4 +1,4 @@
-"""What parts say of their options: every module here has an `OPTIONS`, a `PartOptions`.
+"""Options of parts: every module here has a `PART`, a `PartRules`, with the dataclass of its options of a model.
 
-Data without torch. Their flags are fields of the configs in core/options.
+Data without torch. `ModelConfig` inherits all these dataclasses; modules here import it for type checkers alone.
 """

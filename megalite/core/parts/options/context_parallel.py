@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megalite.core.base.errors import require
-from megalite.core.options.model import ModelConfig
-from megalite.core.options.parallel import ParallelConfig
-from megalite.core.options.part import PartOptions
-from megalite.core.options.step import StepConfig
+from megalite.core.options.part import PartRules
+
+if TYPE_CHECKING:
+    from megalite.core.options.model import ModelConfig
+    from megalite.core.options.parallel import ParallelConfig
+    from megalite.core.options.step import StepConfig
 
 _TOKENS_TO_HIDE = 20_000
 """Tokens on a rank, times key heads per query head, from which a hop of a ring hides behind a block's products.
@@ -48,7 +52,7 @@ def choose_comm(m: ModelConfig, p: ParallelConfig, documents: bool) -> tuple[str
     return "gather", "documents and windows leave blocks out" if masked else f"{tokens} tokens on a rank are few"
 
 
-class ContextParallelOptions(PartOptions[ModelConfig, StepConfig]):
+class ContextParallelRules(PartRules["ModelConfig", "StepConfig"]):
     """Ranks that share samples."""
 
     def check(self, cfg: StepConfig) -> None:
@@ -74,4 +78,4 @@ class ContextParallelOptions(PartOptions[ModelConfig, StepConfig]):
         )
 
 
-OPTIONS = ContextParallelOptions()
+PART = ContextParallelRules()

@@ -1,12 +1,18 @@
-"""The options of gated delta nets among layers of attention: what fits together."""
+"""The options of gated delta nets among layers of attention: which they are, and what fits together."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from megalite.core.base.errors import in_range, require
-from megalite.core.options.model import ModelConfig
 from megalite.core.options.names import dashed
-from megalite.core.options.part import PartOptions
-from megalite.core.options.step import StepConfig
+from megalite.core.options.part import PartRules, missing
+from megalite.core.options.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megalite.core.options.model import ModelConfig
+    from megalite.core.options.step import StepConfig
 
 LINEAR_SIZES = {
     "linear_num_key_heads": 16,
@@ -18,11 +24,48 @@ LINEAR_SIZES = {
 """Sizes of a gated delta net, and their defaults (Qwen3-Next)."""
 
 
-class DeltaNetOptions(PartOptions[ModelConfig, StepConfig]):
+@dataclass(frozen=True)
+class DeltaNetOptions(ModelShape):
+    """Which layers are gated delta nets, and their sizes."""
+
+    linear_attention_freq: int = 0
+    """Every n-th layer has attention, the others are gated delta nets (Qwen3-Next: 4); 0: every layer has attention."""
+    linear_num_key_heads: int | None = None
+    """With --linear-attention-freq: number of key and query heads of a gated delta net. Default: 16."""
+    linear_num_value_heads: int | None = None
+    """With --linear-attention-freq: number of its value heads, each with a state. Default: 32."""
+    linear_key_head_dim: int | None = None
+    """With --linear-attention-freq: size of its key heads. Default: 128."""
+    linear_value_head_dim: int | None = None
+    """With --linear-attention-freq: size of its value heads. Default: 128."""
+    linear_conv_kernel_dim: int | None = None
+    """With --linear-attention-freq: tokens that its convolution sees, the current one included. Default: 4."""
+
+    def like(self, layer: int) -> int:
+        """Return the layer whose options a block has: modules after the last layer are like the last attention."""
+        every = self.linear_attention_freq or 1
+        return layer if layer < self.num_layers else (self.num_layers // every * every or self.num_layers) - 1
+
+    def is_delta_net(self, layer: int) -> bool:
+        """Whether a layer is a gated delta net instead of attention."""
+        return self.linear_attention_freq > 0 and (self.like(layer) + 1) % self.linear_attention_freq != 0
+
+    @property
+    def delta_heads(self) -> tuple[int, int, int, int]:
+        """Key heads, value heads, and the size of either, of a gated delta net."""
+        sizes = self.linear_num_key_heads, self.linear_num_value_heads
+        dims = self.linear_key_head_dim, self.linear_value_head_dim
+        assert None not in (*sizes, *dims)
+        return (*sizes, *dims)  # type: ignore[return-value]
+
+
+class DeltaNetRules(PartRules["ModelConfig", "StepConfig"]):
     """Gated delta nets among layers of attention."""
 
-    def defaults(self, m: ModelConfig) -> dict[str, int]:
-        return LINEAR_SIZES if m.linear_attention_freq else {}
+    options, after = DeltaNetOptions, "v_head_dim"
+
+    def derived(self, m: ModelConfig) -> dict[str, int]:
+        return missing(m, LINEAR_SIZES) if m.linear_attention_freq else {}
 
     def check_model(self, m: ModelConfig) -> None:
         in_range(m, "linear_attention_freq", 0, 10**6)
@@ -84,4 +127,4 @@ class DeltaNetOptions(PartOptions[ModelConfig, StepConfig]):
         require(t.fp8 == "off", given, "the projections of delta nets have no FP8 form", "drop one of the two")
 
 
-OPTIONS = DeltaNetOptions()
+PART = DeltaNetRules()

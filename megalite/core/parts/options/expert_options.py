@@ -1,15 +1,28 @@
-"""The options of experts: what fits together, and what `--moe-dispatch auto` chooses."""
+"""The options of experts: which they are, what fits together, and what `--moe-dispatch auto` chooses."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from megalite.core.base.errors import in_range, require
-from megalite.core.options.model import ModelConfig
 from megalite.core.options.names import dashed
-from megalite.core.options.parallel import ParallelConfig
-from megalite.core.options.part import PartOptions
-from megalite.core.options.step import StepConfig
+from megalite.core.options.part import PartRules, missing
+from megalite.core.options.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megalite.core.options.model import ModelConfig
+    from megalite.core.options.parallel import ParallelConfig
+    from megalite.core.options.step import StepConfig
+
+BALANCING = (
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_load_balancing_type",
+    "moe_router_bias_update_rate",
+)
+"""Options of a run that do not change the meaning of the weights."""
 
 
 def choose_dispatch(m: ModelConfig, p: ParallelConfig) -> tuple[str, str]:
@@ -28,8 +41,63 @@ def choose_dispatch(m: ModelConfig, p: ParallelConfig) -> tuple[str, str]:
     return "allgather" if gathered < exchanged else "alltoall", words
 
 
-class ExpertOptions(PartOptions[ModelConfig, StepConfig]):
+@dataclass(frozen=True)
+class ExpertOptions(ModelShape):
+    """Experts, their router, and its losses."""
+
+    num_experts: int | None = None
+    """Number of experts of each MoE layer. Default: none, every layer is dense."""
+    moe_topk: int = 2
+    """Number of experts that each token is sent to."""
+    moe_ffn_size: int | None = None
+    """Inner width of an expert. Default: --ffn-hidden-size."""
+    moe_renormalize: bool = True
+    """Divide the routing weights of a token by their sum (Mixtral), instead of using the scores as they are."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Score of an expert: its share of a softmax, or a sigmoid of its own logit (DeepSeek-V3)."""
+    moe_router_topk_scaling_factor: float = 1.0
+    """Multiply the routing weights by this, last of all (DeepSeek-V3: 2.5)."""
+    moe_router_num_groups: int = 1
+    """Number of groups of neighboring experts, of which a token uses only the best (DeepSeek-V3: 8); 1: no groups."""
+    moe_router_group_topk: int = 1
+    """Number of groups that a token may use (DeepSeek-V3: 4)."""
+    moe_router_enable_expert_bias: bool = False
+    """Choose experts by score + bias, and move the bias after every step against the load: balance without a loss
+    (DeepSeek-V3). Saved with the weights, in fp32."""
+    moe_router_bias_update_rate: float = 1e-3
+    """Size of that move; 0 leaves the bias as it is."""
+    moe_apply_probs_on_input: bool = False
+    """Multiply the input of an expert by the routing weight, instead of its output (Llama 4)."""
+    moe_shared_ffn_size: int = 0
+    """Inner width of the shared expert, which sees every token; 0: none."""
+    moe_shared_gate: bool = False
+    """Multiply the output of the shared expert by a sigmoid gate (Qwen2-MoE)."""
+    moe_dense_layers: tuple[int, ...] = ()
+    """Layers, from 0, that have a dense MLP instead of experts."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss in the gradients (0.01 is usual); `loss` in the metrics is without it."""
+    moe_z_loss_coeff: float = 0.0
+    """Weight of the squared log-sum-exp of the router's logits in the gradients (ST-MoE; 1e-3 is usual)."""
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
+    """Whether that balances the tokens of each micro-batch, and so depends on its size, or of each sequence (seq)."""
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.num_experts is not None and self.like(layer) not in self.moe_dense_layers
+
+    @property
+    def expert_ffn_size(self) -> int:
+        assert self.moe_ffn_size is not None
+        return self.moe_ffn_size
+
+
+class ExpertRules(PartRules["ModelConfig", "StepConfig"]):
     """Mixtures of experts, their router, and where they live."""
+
+    options, after = ExpertOptions, "attention_dropout"
+
+    def derived(self, m: ModelConfig) -> dict[str, int | None]:
+        return missing(m, {"moe_ffn_size": m.ffn_hidden_size}) if m.num_experts is not None else {}
 
     def check_model(self, m: ModelConfig) -> None:
         in_range(m, "num_experts", 2, 2**16)
@@ -147,4 +215,4 @@ def _check_choice(m: ModelConfig, num_experts: int) -> None:
     )
 
 
-OPTIONS = ExpertOptions()
+PART = ExpertRules()

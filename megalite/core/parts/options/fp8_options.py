@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megalite.core.base.errors import require
-from megalite.core.options.model import ModelConfig
-from megalite.core.options.parallel import ParallelConfig
-from megalite.core.options.part import PartOptions
+from megalite.core.options.part import PartRules
 from megalite.core.options.recipe import RECIPES
-from megalite.core.options.step import StepConfig
-from megalite.core.options.train import TrainConfig
+
+if TYPE_CHECKING:
+    from megalite.core.options.model import ModelConfig
+    from megalite.core.options.parallel import ParallelConfig
+    from megalite.core.options.step import StepConfig
+    from megalite.core.options.train import TrainConfig
 
 
 def fp8_layers(m: ModelConfig, t: TrainConfig) -> range:
@@ -23,7 +27,7 @@ def describe_fp8(m: ModelConfig, t: TrainConfig) -> str:
     return f", FP8 {t.fp8} ({where}{how * t.fp8_emulate})" if layers else ""
 
 
-class Fp8Options(PartOptions[ModelConfig, StepConfig]):
+class Fp8Rules(PartRules["ModelConfig", "StepConfig"]):
     """Products in FP8."""
 
     def check(self, cfg: StepConfig) -> None:
@@ -84,4 +88,4 @@ def _inner_features(m: ModelConfig, p: ParallelConfig) -> dict[str, int]:
     return sizes
 
 
-OPTIONS = Fp8Options()
+PART = Fp8Rules()

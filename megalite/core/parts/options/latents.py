@@ -1,25 +1,64 @@
-"""The options of multi-head latent attention: what fits together."""
+"""The options of multi-head latent attention: which they are, and what fits together."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from megalite.core.base.errors import in_range, require
-from megalite.core.options.model import ModelConfig
 from megalite.core.options.names import dashed
-from megalite.core.options.part import PartOptions
-from megalite.core.options.step import StepConfig
+from megalite.core.options.part import PartRules, missing
+from megalite.core.options.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megalite.core.options.model import ModelConfig
+    from megalite.core.options.step import StepConfig
 
 LATENT_SIZES = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """Sizes of a head that go with --kv-lora-rank, and their defaults (DeepSeek-V2)."""
 
 
-class LatentOptions(PartOptions[ModelConfig, StepConfig]):
+@dataclass(frozen=True)
+class LatentOptions(ModelShape):
+    """Sizes of latents, and of the parts of a head."""
+
+    kv_lora_rank: int | None = None
+    """Width of the latents that keys and values are made of (multi-head latent attention, DeepSeek-V2). Default: none,
+    grouped-query attention."""
+    q_lora_rank: int | None = None
+    """With --kv-lora-rank: width of the latents that queries are made of. Default: none, one projection."""
+    qk_nope_head_dim: int | None = None
+    """With --kv-lora-rank: size of the part of a query or key head that is not rotated. Default: 128."""
+    qk_rope_head_dim: int | None = None
+    """With --kv-lora-rank: size of the rotated part, of which all key heads share one. Default: 64."""
+    v_head_dim: int | None = None
+    """With --kv-lora-rank: size of a value head. Default: 128."""
+
+    @property
+    def nope_size(self) -> int:
+        assert self.qk_nope_head_dim is not None
+        return self.qk_nope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def latent_size(self) -> int:
+        assert self.kv_lora_rank is not None
+        return self.kv_lora_rank
+
+
+class LatentRules(PartRules["ModelConfig", "StepConfig"]):
     """Multi-head latent attention."""
 
-    def defaults(self, m: ModelConfig) -> dict[str, int]:
+    options, after = LatentOptions, "head_dim"
+
+    def derived(self, m: ModelConfig) -> dict[str, int]:
         if m.kv_lora_rank is None:
             return {}
         sizes = {name: getattr(m, name) or size for name, size in LATENT_SIZES.items()}
-        return {**sizes, "head_dim": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]}
+        return missing(m, {**sizes, "head_dim": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]})
 
     def check_model(self, m: ModelConfig) -> None:
         names = ("q_lora_rank", *LATENT_SIZES)
@@ -68,4 +107,4 @@ class LatentOptions(PartOptions[ModelConfig, StepConfig]):
             require(not refused, f"{given} with --kv-lora-rank {m.kv_lora_rank}", why, "drop one of the two")
 
 
-OPTIONS = LatentOptions()
+PART = LatentRules()

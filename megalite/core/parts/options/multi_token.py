@@ -1,16 +1,41 @@
-"""The options of modules that predict further tokens: what fits together."""
+"""The options of modules that predict further tokens: which they are, and what fits together."""
 
 from __future__ import annotations
 
-from megalite.core.base.errors import require
-from megalite.core.options.model import ModelConfig
-from megalite.core.options.part import PartOptions
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megalite.core.base.errors import in_range, require
+from megalite.core.options.part import PartRules
+from megalite.core.options.shape import ModelShape
 from megalite.core.options.stages import count_modules
-from megalite.core.options.step import StepConfig
+
+if TYPE_CHECKING:
+    from megalite.core.options.model import ModelConfig
+    from megalite.core.options.step import StepConfig
 
 
-class MultiTokenOptions(PartOptions[ModelConfig, StepConfig]):
+@dataclass(frozen=True)
+class MultiTokenOptions(ModelShape):
+    """How many there are."""
+
+    mtp_num_layers: int = 0
+    """Number of modules after the last layer, each of which predicts one token further (multi-token prediction,
+    DeepSeek-V3). They are trained and saved; evaluation and generation do without."""
+
+    @property
+    def mtp_layers(self) -> range:
+        """Numbers of the blocks that predict further tokens: they follow the last layer's."""
+        return range(self.num_layers, self.num_layers + self.mtp_num_layers)
+
+
+class MultiTokenRules(PartRules["ModelConfig", "StepConfig"]):
     """Multi-token prediction."""
+
+    options, after = MultiTokenOptions, "mup_base_head_dim"
+
+    def check_model(self, m: ModelConfig) -> None:
+        in_range(m, "mtp_num_layers", 0, min(9, m.seq_len))
 
     def check(self, cfg: StepConfig) -> None:
         m, p = cfg.model, cfg.parallel
@@ -30,4 +55,4 @@ class MultiTokenOptions(PartOptions[ModelConfig, StepConfig]):
         )
 
 
-OPTIONS = MultiTokenOptions()
+PART = MultiTokenRules()

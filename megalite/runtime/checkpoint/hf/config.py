@@ -12,12 +12,13 @@ from typing import Any, get_type_hints
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.core.options.choices import ACTIVATIONS
-from megalite.core.options.layer_types import FULL, SLIDING
-from megalite.core.options.model import BALANCING, ModelConfig
+from megalite.core.options.model import ModelConfig
 from megalite.core.options.rope import SCALING_FIELDS, RopeScaling
 from megalite.core.options.values import choices_of, fits, rule_of
 from megalite.core.parts.families import FAMILIES
 from megalite.core.parts.families.common import Family
+from megalite.core.parts.options.attention_options import FULL, SLIDING
+from megalite.core.parts.options.expert_options import BALANCING
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 
 _ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
