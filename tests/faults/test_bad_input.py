@@ -240,7 +240,6 @@ def test_a_megatron_script_runs_after_reading_one_message(zygote: Zygote, tmp_pa
     assert [line for line in left.err.splitlines() if "error: " in line] == left.err.splitlines()[:1]
     listed = {line.split()[0].rstrip(":") for line in left.err.splitlines()[1:] if line.startswith("  --")}
     assert listed == {
-        "--exit-interval",
         *("--fp8-format", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather", "--profile"),
         "--save-retain-interval",
     }

@@ -11,6 +11,7 @@ from megalite.core.base.errors import UserError
 from megalite.extras.compat import megatron
 from megalite.extras.compat.accelerate import read_accelerate
 from megalite.extras.compat.deepspeed import read_deepspeed
+from megalite.extras.compat.megatron_defaults import defaults
 from megalite.extras.compat.refusals import accept
 from megalite.extras.compat.tool_file import resolve_batch_sizes
 from megalite.runtime.options.dialect import Dialect
@@ -72,6 +73,7 @@ DIALECT = Dialect(
     implied=megatron.IMPLIED,
     refines=megatron.REFINES,
     accept=accept,
+    defaults=defaults,
     start=ToolStartOptions,
     read_files=read_tool_configs,
     about="Files of other tools come between --config and flags: --accelerate-config, then --deepspeed-config. "

@@ -7,6 +7,7 @@ count as dashes.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.core.options.batch_sizes import BatchSizes
+from megalite.core.options.shape import MAX_LAYERS
 from megalite.runtime.options.dialect import ComputedOption
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -128,6 +130,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 REFINES: dict[str, str] = {
     "--add-qkv-bias": "--disable-bias-linear",
+    "--openai-gelu": "--bias-gelu-fusion",  # `OptionValue.source` has no "no-"
     "--num-query-groups": "--group-query-attention",
     "--num-key-value-heads": "--group-query-attention",
     "--num-kv-heads": "--group-query-attention",
@@ -254,6 +257,46 @@ def _rope_scaling(_: str, written: str, factor: float, options: Mapping[str, Any
     return dataclasses.replace(options["rope_scaling"], factor=factor)
 
 
+def _exact_gelu(_: str, written: str, on: bool, options: Mapping[str, Any]) -> str:
+    """GELU is exact where it is not fused with the bias, whose kernel is the tanh approximation."""
+    return "gelu" if options["activation"] == "gelu_tanh" else str(options["activation"])
+
+
+def _dense_layers(_: str, written: str, pattern: str, options: Mapping[str, Any]) -> tuple[int, ...]:
+    """Read N (every n-th layer has experts, from the first on) or a list of 0 and 1 in Python, such as [0]*3+[1]*58."""
+    layers = options["num_layers"]
+    try:
+        every = _read_list(ast.parse(pattern.strip("'\" "), mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError):
+        every = 0
+    if isinstance(every, int):
+        every = [int(layer % every == 0) for layer in range(layers)] if every > 0 else []
+    if len(every) != layers or not {*every} <= {0, 1}:
+        rule = f"must be a number, or a list of {layers} zeros and ones"
+        raise UserError(written, rule, "write N, or a list as '[0]*3+[1]*58'")
+    return tuple(layer for layer, has_experts in enumerate(every) if not has_experts)
+
+
+def _read_list(node: ast.expr) -> int | list[int]:
+    """Evaluate a number, a list of numbers, sums and multiples of lists; ValueError for all else."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=elements):
+            return [number for element in elements if isinstance(number := _read_list(element), int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _read_list(left), _read_list(right)
+            if isinstance(first, list) and isinstance(second, list):
+                return first + second
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            both = _read_list(left), _read_list(right)
+            numbers = next((x for x in both if isinstance(x, list)), None)
+            times = next((x for x in both if isinstance(x, int)), None)
+            if numbers is not None and times is not None and 0 <= len(numbers) * times <= MAX_LAYERS:
+                return numbers * times
+    raise ValueError
+
+
 def _weights_before_choice(_: str, written: str, on: bool, options: Mapping[str, Any]) -> bool:
     """Leave sigmoids alone: those of the chosen experts are divided by their sum there, whatever this flag says."""
     if options["moe_router_score_function"] != "sigmoid" or options["moe_topk"] == 1:
@@ -298,6 +341,8 @@ COMPUTED: dict[str, ComputedOption] = {
     "window-size": ComputedOption("window", str, _window),
     "adam-beta1": ComputedOption("beta1", float, _beta1),
     "sgd-momentum": ComputedOption("beta1", float, _beta1),
+    "no-bias-gelu-fusion": ComputedOption("activation", bool, _exact_gelu),
+    "moe-layer-freq": ComputedOption("moe_dense_layers", str, _dense_layers),
     "moe-router-pre-softmax": ComputedOption("moe_renormalize", bool, _weights_before_choice),
     "rope-scaling-factor": ComputedOption("rope_scaling", float, _rope_scaling),
     "experimental-attention-variant": ComputedOption("linear_attention_freq", str, _delta_nets),

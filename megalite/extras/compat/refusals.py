@@ -41,9 +41,10 @@ tokens are sorted and multiplied in groups in one way
     moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion
     moe-enable-deepep moe-shared-expert-overlap
 kernels are selected automatically and logged
-    no-*-fusion cross-entropy-* use-flash-attn* flash-attention-version attention-backend=auto transformer-impl
-    no-persist-layer-norm use-fused-* fused-* use-te-activation-func use-transformer-engine-op-fuser use-flashinfer-*
-    memory-efficient-layer-norm disable-jit-fuser use-mcore-models use-legacy-models enable-experimental
+    no-bias-swiglu-fusion no-*-fusion cross-entropy-* use-flash-attn* flash-attention-version attention-backend=auto
+    transformer-impl no-persist-layer-norm use-fused-* fused-* use-te-activation-func use-transformer-engine-op-fuser
+    use-flashinfer-* memory-efficient-layer-norm disable-jit-fuser use-mcore-models use-legacy-models
+    enable-experimental
 memory, garbage collection and CUDA graphs of their implementation
     manual-gc* no-manual-gc-eval empty-unused-memory-level train-sync-interval *cuda-graph* *te-rng-tracker
     overlap-cpu-optimizer-* inference-* cache-mla-latents deallocate-pipeline-outputs
@@ -87,7 +88,7 @@ _MATTERS = """
     cp-partition* hierarchical-context-parallel-sizes hybrid-context-parallel
     ds-sequence-parallel-size=1 force-ds-sequence-parallel
 experts get every token that chooses them, by rules of their own -> use the options of docs/experts.md
-    num-experts-* expert-* moe-router-dtype=fp32 moe-layer-freq=1 moe-token-drop-policy=probs|position
+    num-experts-* expert-* moe-router-dtype=fp32 moe-token-drop-policy=probs|position
     moe-* topk mlp-type=standard
     enable-expert-tensor-parallelism create-moe-param-group use-tutel *-moe-*
 there is no separate FSDP engine -> use --zero 3, or --zero 2; --zero-group for hybrid sharding

@@ -168,7 +168,8 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     failure = failure or progress.failure
     run.heartbeat.beat("training", step, patience)
     settle = engine.optimizer.wait_weights
-    stop = run.stop_asked or progress.is_over(engine.cfg.run.max_minutes)
+    every = engine.cfg.run.exit_interval
+    stop = run.stop_asked or progress.is_over(engine.cfg.run.max_minutes) or (every > 0 and step % every == 0)
     scalars = {**engine.optimizer.scalars(), **engine.scaler.scalars()}
 
     def once() -> StepResult:

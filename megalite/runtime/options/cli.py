@@ -87,6 +87,8 @@ def parse(
     # A file that holds every option has null.
     if read_model is not None and folder is not None and folder.value is not None:
         layers.insert(0, _folder_layer(folder, _values(layers)["cache_dir"], read_model))
+    if not any("arch" in layer for layer in layers):
+        layers.insert(0, dialect.defaults(flags, _merge(layers)))
     layers.insert(0, _family_layer(layers))
     if world is None and not (start.print_config or start.dry_run):
         world = 1

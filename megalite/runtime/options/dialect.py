@@ -12,6 +12,7 @@ from megalite.runtime.options.fields import Layer, StartOptions
 Flag = tuple[str, list[str]]
 """A flag without its dashes, and the words after it."""
 Accept = Callable[[Sequence[Flag], Collection[str], Callable[[str], str]], list[Flag]]
+Defaults = Callable[[Layer, Layer], Layer]
 ReadFiles = Callable[[StartOptions, Mapping[str, Any], Layer, int | None], tuple[list[Layer], int | None]]
 """Functions of a `Dialect`."""
 
@@ -44,6 +45,11 @@ def refuse_unknown(flags: Sequence[Flag], known: Collection[str], hint: Callable
     return list(flags)
 
 
+def no_defaults(flags: Layer, given: Layer) -> Layer:
+    """Return no layer."""
+    return {}
+
+
 def read_no_files(
     start: StartOptions, lower: Mapping[str, Any], flags: Layer, world: int | None
 ) -> tuple[list[Layer], int | None]:
@@ -64,6 +70,8 @@ class Dialect:
         refines: specific flag -> the general one that it overrides, in either order; both with dashes.
         accept: function of (flags, flags that are options, remedy for an unknown flag) that returns those that are
             options, drops what has no meaning here, and raises UserError for all others.
+        defaults: function of (flags, options that any source gives) that returns the lowest layer of a command that
+            names no family.
         start: dataclass of the options of the group `start`.
         read_files: function of (`start`, all options without files of other tools and flags, flags, number of ranks as
             far as known) that returns the layers of other tools' files, lowest first, and the number of ranks.
@@ -77,6 +85,7 @@ class Dialect:
     implied: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     refines: Mapping[str, str] = field(default_factory=dict)
     accept: Accept = refuse_unknown
+    defaults: Defaults = no_defaults
     start: type[StartOptions] = StartOptions
     read_files: ReadFiles = read_no_files
     about: str = ""

@@ -50,6 +50,8 @@ class RunConfig:
     """If the newest checkpoint is damaged, resume from the one before it."""
     max_minutes: float = 0.0
     """Save and end after the first step that begins this many minutes after training (not start-up) began; 0: never."""
+    exit_interval: int = 0
+    """Save and end after every step that this divides; schedules go on to --train-steps. 0: never."""
     save_errors: Literal["stop", "warn"] = "stop"
     """Whether a failed save stops the run or only logs a warning."""
     check_replicas: bool = True
@@ -92,7 +94,9 @@ class RunConfig:
     """Also log to this Weights & Biases project (offline without an API key)."""
 
     def __post_init__(self) -> None:
-        from_0 = "save_every save_model_every eval_every eval_steps max_recoveries spare_ranks max_minutes"
+        from_0 = (
+            "save_every save_model_every eval_every eval_steps max_recoveries spare_ranks max_minutes exit_interval"
+        )
         in_range(self, from_0, 0, 10**10)
         in_range(self, "log_every recover_every", 1, 10**10)
         in_range(self, "keep_last", 2, 10**6)

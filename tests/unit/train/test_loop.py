@@ -110,3 +110,25 @@ def test_a_run_ends_with_a_save_when_its_time_is_over(tmp_path: Path) -> None:
     with open_run(cli.parse([*run, "--max-minutes", "1e6"]).config, ParallelContext.single()) as unlimited:
         fit(unlimited)
     assert unlimited.step == 3
+
+
+def test_a_run_ends_with_a_save_at_an_interval(tmp_path: Path) -> None:
+    """--exit-interval cuts a run into pieces; rates are those of the whole."""
+    flags = [*RUN, "--mock-data", "--train-steps", "5"]
+    whole = [*flags, "--run-dir", str(tmp_path / "whole")]
+    pieces = [*flags, "--run-dir", str(tmp_path / "pieces"), "--exit-interval", "2"]
+    for command, ends in ((whole, [5]), (pieces, [2, 4, 5])):
+        for end in ends:
+            with open_run(cli.parse(command).config, ParallelContext.single()) as run:
+                fit(run)
+            assert (run.step, run.saved[-1][0]) == (end, end)
+    one, other = (
+        [
+            (line["step"], line["lr"], line["loss"])
+            for line in map(json.loads, path.read_text().splitlines())
+            if "loss" in line
+        ]
+        for path in (tmp_path / "whole" / "metrics.jsonl", tmp_path / "pieces" / "metrics.jsonl")
+    )
+    assert one == other
+    assert len({lr for _, lr, _ in one}) == 5

@@ -6,6 +6,7 @@ from typing import Any
 
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.rope import RopeScaling
+from megalite.extras.compat.megatron_defaults import family_of
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 
 # Arguments that change the model and for which megalite has no option -> the only value that it supports.
@@ -96,24 +97,21 @@ def model_of(args: dict[str, Any], where: str) -> ModelConfig:
     if norm == "layernorm" and args.get("qk_layernorm"):
         raise theirs.refusal("qk_layernorm", "with LayerNorm is not supported: megalite has RMSNorm there")
     bias = bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
-    qkv_bias = bias or bool(args.get("add_qkv_bias"))
     options = {
         **_sizes(theirs),
         "norm": norm,
         "zero_centered_norm": bool(args.get("apply_layernorm_1p")),
         "position": position,
         "activation": _activation(args, bias),
-        "qkv_bias": qkv_bias,
+        "qkv_bias": bias or bool(args.get("add_qkv_bias")),
         "o_bias": bias,
         "mlp_bias": bias,
         "qk_norm": "head" if args.get("qk_layernorm") else "none",
         "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
         **(_rope(args) if position == "rope" else {}),
     }
-    kind = "qwen3" if args.get("qk_layernorm") else "qwen2" if qkv_bias and not bias else "llama"
-    arch = "gpt2" if position == "learned" else "gpt_neox" if norm == "layernorm" else kind
     try:
-        return ModelConfig(arch=arch, **options)
+        return ModelConfig(arch=family_of(options), **options)
     except TypeError as e:
         raise BadCheckpoint(where, f"has an argument of the wrong type ({e})") from None
 

@@ -18,7 +18,7 @@ from megalite.core.options.lr import LR_DECAYS
 from megalite.core.options.rates import describe_warmup, rates_at
 from megalite.core.options.rope import RopeScaling
 from megalite.extras.compat import megatron as aliases
-from megalite.extras.compat import refusals
+from megalite.extras.compat import megatron_defaults, refusals
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.table import Refusal, all_patterns
 from megalite.runtime.options import cli
@@ -103,6 +103,7 @@ def test_renamed_flag_acts_as_ours(theirs: str) -> None:
         EXPERTS if name == "ep" or name.startswith("moe_") else LATENTS if name.startswith("qk_") else ()
     )
     start = (f"--{aliases.NEEDS[theirs]}",) if theirs in aliases.NEEDS else start
+    start = ("--arch", "llama", *start)  # without a family, a size in their words has their defaults too
     ours = config(*start, "--" + name.replace("_", "-"), SAMPLE[name])
     assert config(*start, f"--{theirs}", SAMPLE[name]) == ours != config(*start)
     assert config(*start, f"--{theirs.replace('-', '_')}={SAMPLE[name]}") == ours
@@ -321,7 +322,7 @@ NO_EFFECT = """
     recompute-num-layers recompute-modules distribute-saved-activations checkpoint-num-layers
     distribute-checkpointed-activations partition-activations contigious-checkpointing use-flash-attn
     use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton attention-backend transformer-impl
-    no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
+    no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
     no-gradient-accumulation-fusion no-persist-layer-norm cross-entropy-loss-fusion cross-entropy-fusion-impl
     use-fused-rmsnorm use-te-activation-func use-mcore-models use-legacy-models attention-softmax-in-fp32
     apply-query-key-layer-scaling no-query-key-layer-scaling use-cpu-initialization no-initialization
@@ -344,7 +345,7 @@ NO_EFFECT = """
 
 MATTERS = """
     hierarchical-context-parallel-sizes ds-sequence-parallel-size
-    force-ds-sequence-parallel moe-layer-freq moe-expert-capacity-factor
+    force-ds-sequence-parallel moe-expert-capacity-factor
     expert-interval topk mlp-type enable-expert-tensor-parallelism create-moe-param-group use-tutel
     num-experts-switch moe-input-jitter-eps use-megatron-fsdp use-torch-fsdp2 cpu-optimizer cpu-torch-adam
     optimizer-offload-fraction cpu-offloading-num-layers remote-device use-pin-memory
@@ -361,7 +362,7 @@ MATTERS = """
     lr-wsd-decay-style use-checkpoint-opt-param-scheduler no-load-lr-state
     universal-checkpoint ckpt-step load-tag pretrained-checkpoint
     use-checkpoint-args use-mp-args-from-checkpoint-args exit-on-missing-checkpoint save-retain-interval
-    exit-interval kill-switch-path adlr-autoresume skip-train wandb-entity
+    kill-switch-path adlr-autoresume skip-train wandb-entity
     fp8-format rl-x retro-x distributed-timeout-seconds-after-init softmax-scale muon-tp-mode
     exp-avg-dtype exp-avg-sq-dtype main-params-dtype main-grads-dtype iterations-to-skip full-validation
 """
@@ -438,7 +439,7 @@ SIGMOID = "--num-experts 8 --moe-router-score-function sigmoid --moe-router-pre-
         ("--optimizer sgd --adam-beta1 0.5", "--optimizer sgd", "--adam-beta1 0.5: has no effect with --optimizer sgd"),
         (SIGMOID, SIGMOID[:-25], "--moe-router-pre-softmax: has no effect on sigmoid scores"),
         # Where they have an effect, there is nothing to say.
-        ("--num-key-value-heads 2", "--num-kv-heads 2", ""),
+        ("--arch llama --num-key-value-heads 2", "--num-kv-heads 2", ""),
         ("--optimizer sgd --adam-beta1 0.5 --sgd-momentum 0.8", "--optimizer sgd --beta1 0.8", "--adam-beta1 0.5: has"),
         ("--sgd-momentum 0.8 --optimizer sgd", "--optimizer sgd --beta1 0.8", ""),
         (f"{SIGMOID} --moe-topk 1", f"{SIGMOID[:-25]} --moe-topk 1 --no-moe-renormalize", ""),
@@ -592,10 +593,86 @@ def test_a_megatron_script_becomes_the_configuration_it_means() -> None:
     assert {name: values(c)[name] for name in expected} == expected
 
 
+TODAY = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False, "hidden_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        # A size in their words, and nothing of a family: their defaults.
+        (
+            "--num-attention-heads 4",
+            megatron_defaults.TRAINED | {"arch": "gpt2", "ffn_hidden_size": 1024, "num_kv_heads": 4, "zero": 1},
+        ),
+        (
+            "--seq-length 128 --hidden-dropout 0 --adam-beta2 0.95",
+            {"position": "learned", "hidden_dropout": 0, "beta2": 0.95},
+        ),
+        # --swiglu has a width that is rounded down: 8/3 * 256 = 682.7.
+        (
+            "--kv-channels 64 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear",
+            {"arch": "llama", "ffn_hidden_size": 640, "mlp_bias": False, "tie_embeddings": True, "rope_fraction": 1.0},
+        ),
+        ("--seq-length 128 --swiglu --ffn-hidden-size 100", {"ffn_hidden_size": 100}),
+        ("--seq-length 128 --position-embedding-type rope", {"arch": "gpt_neox", "parallel_residual": False}),
+        ("--num-attention-heads 4 --optimizer lion", {"beta2": 0.95}),
+        ("--num-attention-heads 4 --no-bias-gelu-fusion", {"activation": "gelu"}),
+        ("--num-attention-heads 4 --no-bias-gelu-fusion --openai-gelu", {"activation": "gelu_tanh"}),
+        ("--num-attention-heads 4 --no-bias-gelu-fusion --swiglu", {"activation": "swiglu"}),
+        # Our words alone, or a family: ours.
+        ("--num-heads 4 --seq-len 128", TODAY),
+        ("--no-bias-gelu-fusion", TODAY),
+        ("--arch llama --num-attention-heads 4 --seq-length 128", TODAY),
+        ("--preset llama-3.2-1b --seq-length 128", TODAY | {"tie_embeddings": True}),
+    ],
+)
+def test_what_a_command_in_their_words_leaves_out(
+    argv: str, expected: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        c = config(*argv.split())
+    assert {name: values(c)[name] for name in expected} == expected
+    told = [line for line in caplog.messages if "as in Megatron-LM, --" in line]
+    assert len(told) == (expected.get("hidden_dropout") != 0.0 or "--hidden-dropout" in argv)
+    assert all("--eval-every 0 (there --eval-every 1000)" in line and "--no-tie" not in line for line in told)
+
+
+def test_the_model_of_a_command_in_their_words_is_read_back(tmp_path: Path) -> None:
+    c = config("--num-attention-heads", "4", "--seq-length", "64")
+    (tmp_path / "config.yaml").write_text(cli.to_yaml(c))
+    assert parse(["--config", str(tmp_path / "config.yaml")]).config == c
+    # A file that names a family has its defaults, whatever the flags are called.
+    assert parse(["--config", str(tmp_path / "config.yaml"), "--seq-length", "32"]).config.model.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dense"),
+    [
+        ("2", (1, 3, 5)),
+        ("1", ()),
+        ("7", (1, 2, 3, 4, 5)),
+        ("[0]*2+[1]*4", (0, 1)),
+        ("([0]*1+[1]*5)", (0,)),
+        ("3*[0,1]", (0, 2, 4)),
+        ("[1, 0, 1, 1, 0, 0]", (1, 4, 5)),
+        *(
+            (wrong, None)
+            for wrong in ("0", "[0,1]", "[2]*6", "[0]*10**9", "x", "[0]*6.0", "[]", "__import__('os')", "[[0]]*6")
+        ),
+    ],
+)
+def test_which_layers_have_experts(pattern: str, dense: tuple[int, ...] | None) -> None:
+    command = ["--arch", "mixtral", "--num-experts", "4", "--num-layers", "6", "--moe-layer-freq", pattern]
+    if dense is None:
+        with pytest.raises(UserError, match="must be a number, or a list of 6 zeros and ones"):
+            parse(command)
+    else:
+        assert parse(command).config.model.moe_dense_layers == dense
+
+
 def test_experts_in_their_words() -> None:
-    theirs = (
-        "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --num-experts 8"
-    )
+    theirs = "--arch llama --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"
+    theirs += " --tensor-model-parallel-size 2 --num-experts 8"
     theirs += " --moe-router-topk 3 --moe-ffn-hidden-size 32 --moe-router-pre-softmax --moe-aux-loss-coeff 0.01"
     theirs += " --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate"
     ours = "--ep 4 --etp 1 --tp 2 --num-experts 8 --moe-topk 3 --moe-ffn-size 32 --no-moe-renormalize"
@@ -607,31 +684,6 @@ def test_experts_in_their_words() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ docs/megatron.md
-
-THEIR_DEFAULTS = {
-    "position": "learned",
-    "norm": "layernorm",
-    "activation": "gelu_tanh",
-    "qkv_bias": "on",
-    "o_bias": "on",
-    "mlp_bias": "on",
-    "tie_embeddings": "on",
-    "hidden_dropout": "0.1",
-    "attention_dropout": "0.1",
-    "vocab_size": "the tokenizer's",
-    "sequence_parallel": "off",
-    "zero": "0",
-    "overlap_grad_reduce": "off",
-    "overlap_param_gather": "off",
-    "lr_decay": "linear",
-    "weight_decay": "0.01",
-    "beta2": "0.999",
-    "initial_loss_scale": "4294967296.0",
-    "eval_every": "1000",
-    "eval_steps": "100",
-    "log_every": "100",
-}
-"""What Megatron-LM takes where nothing is given, in our words; the document shows those that differ from ours."""
 
 
 def flag(name: str) -> str:
@@ -659,11 +711,13 @@ def renamed_table() -> list[str]:
 
 
 def defaults_table() -> list[str]:
-    rows = ["| option | theirs | here |", "|---|---|---|"]
-    for name, theirs in THEIR_DEFAULTS.items():
-        default = next(f.default for f in dataclasses.fields(getattr(Config(), GROUP_OF[name])) if f.name == name)
-        shown = ("on" if default else "off") if TYPES[name] is bool else str(default)
-        rows += [f"| {flag(name)} | {theirs} | {shown} |"] if default is not None and shown != theirs else []
+    rows = ["| option | theirs | here | in a command in their words |", "|---|---|---|---|"]
+    for table, whose in ((megatron_defaults.TRAINED, "theirs"), (megatron_defaults.KEPT, "ours")):
+        for name, theirs in table.items():
+            default = next(f.default for f in dataclasses.fields(getattr(Config(), GROUP_OF[name])) if f.name == name)
+            assert default != theirs
+            shown = [("on" if x else "off") if TYPES[name] is bool else str(x) for x in (theirs, default)]
+            rows.append(f"| {flag(name)} | {' | '.join(shown)} | {whose} |")
     return rows
 
 

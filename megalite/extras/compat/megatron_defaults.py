@@ -1,0 +1,93 @@
+"""What Megatron-LM takes for options that a command in its words leaves out (`megatron/training/arguments.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megalite.core.base.log import logger
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.names import dashed
+from megalite.extras.compat.megatron import RENAMED
+from megalite.runtime.options.fields import GROUPS, TYPES, Layer, OptionValue
+
+_SIZES = {"num_heads", "num_kv_heads", "head_dim", "seq_len", "qk_nope_head_dim", "qk_rope_head_dim"}
+_SIZES |= {"moe_ffn_size", "moe_shared_ffn_size"}
+SIZE_FLAGS = frozenset(f"--{flag}" for flag, ours in RENAMED.items() if ours in _SIZES)
+"""Their spelling of a size: a command with one of them is in Megatron-LM's words."""
+
+TRAINED: dict[str, Any] = {
+    "position": "learned",
+    "norm": "layernorm",
+    "activation": "gelu_tanh",
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+    "tie_embeddings": True,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "lr_decay": "linear",
+    "weight_decay": 0.01,
+    "beta2": 0.999,
+}
+"""Our option -> their default, where it differs and changes what is trained. GELU is fused with the bias: tanh's."""
+
+KEPT: dict[str, Any] = {
+    "sequence_parallel": False,
+    "zero": 0,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "eval_every": 1000,
+    "eval_steps": 100,
+    "log_every": 100,
+}
+"""Our option -> their default, where it differs and changes nothing of what is trained: ours holds."""
+
+
+def defaults(flags: Layer, given: Layer) -> Layer:
+    """Return Megatron-LM's defaults for a command in its words that names no family, and log them; else nothing.
+
+    Args:
+        flags: options of the command line.
+        given: options that any source gives, none of which is `arch`.
+    """
+    words = [option.source for option in flags.values() if option.source in SIZE_FLAGS]
+    if not words:
+        return {}
+    model = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
+    options = {**TRAINED, **_swiglu_width(given)}
+    if "optimizer" in given and given["optimizer"].value == "lion":
+        del options["beta2"]
+    options["arch"] = family_of({**model, **options, **{name: option.value for name, option in given.items()}})
+    taken = " ".join(_flag(name, value) for name, value in options.items() if name not in given)
+    ours = {f.name: f.default for cls in GROUPS.values() for f in dataclasses.fields(cls)}
+    kept = [f"{_flag(name, ours[name])} (there {_flag(name, v)})" for name, v in KEPT.items() if name not in given]
+    differs = f"; not as there, and without effect on the weights: {', '.join(kept)}" if kept else ""
+    logger.info(f"{words[0]} without --arch or --preset: as in Megatron-LM, {taken}{differs}")
+    written = f"Megatron-LM's default (for {words[0]} without --arch)"
+    return {name: OptionValue(value, written) for name, value in {**model, **options}.items()}
+
+
+def family_of(options: Mapping[str, Any]) -> str:
+    """Return the family whose files in Hugging Face's format can hold a dense model of Megatron-LM's."""
+    if options["position"] == "learned":
+        return "gpt2"
+    if options["norm"] == "layernorm":
+        return "gpt_neox"
+    if options["qk_norm"] == "head":
+        return "qwen3"
+    return "qwen2" if options["qkv_bias"] and not options["o_bias"] else "llama"
+
+
+def _swiglu_width(given: Layer) -> dict[str, int]:
+    """Return the inner width that --swiglu has there: rounded down to a multiple of 64, here up."""
+    hidden = given["hidden_size"].value if "hidden_size" in given else ModelConfig.hidden_size
+    width = int(4 * hidden * 2 / 3 / 64) * 64
+    is_gated = "activation" in given and given["activation"].value == "swiglu"
+    return {"ffn_hidden_size": width} if is_gated and width > 0 else {}
+
+
+def _flag(name: str, value: Any) -> str:
+    """Write an option as a flag."""
+    return f"--{'no-' * (not value)}{dashed(name)}" if TYPES[name] is bool else f"--{dashed(name)} {value}"
