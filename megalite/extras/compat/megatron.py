@@ -268,7 +268,7 @@ def _dense_layers(_: str, written: str, pattern: str, options: Mapping[str, Any]
     try:
         every = _read_list(ast.parse(pattern.strip("'\" "), mode="eval").body)
     except (ValueError, SyntaxError, RecursionError):
-        every = 0
+        every = []
     if isinstance(every, int):
         every = [int(layer % every == 0) for layer in range(layers)] if every > 0 else []
     if len(every) != layers or not {*every} <= {0, 1}:
@@ -283,7 +283,9 @@ def _read_list(node: ast.expr) -> int | list[int]:
         case ast.Constant(value=int(number)):
             return number
         case ast.List(elts=elements):
-            return [number for element in elements if isinstance(number := _read_list(element), int)]
+            items = [item for item in map(_read_list, elements) if isinstance(item, int)]
+            if len(items) == len(elements):
+                return items
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             first, second = _read_list(left), _read_list(right)
             if isinstance(first, list) and isinstance(second, list):

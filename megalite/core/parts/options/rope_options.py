@@ -31,7 +31,7 @@ class RopeOptions:
     other layers."""
 
 
-class RopeRules(PartRules["ModelConfig", "StepConfig"]):
+class RopeRules(PartRules["ModelConfig", object]):
     """Rotary position embeddings."""
 
     options, after = RopeOptions, "position"
