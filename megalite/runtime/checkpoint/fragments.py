@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megalite.core.base.slices import Slice
 from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry
-from megalite.runtime.checkpoint.safetensors_io import num_bytes
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, num_bytes
 from megalite.runtime.places.place import Place, Save
+
+# A damaged answer of a store is asked for again.
+_READS = 3
 
 
 class SavedBox(NamedTuple):
@@ -48,6 +52,38 @@ def fragment_name(folder: str, rank: int) -> str:
     return f"{folder}/rank_{rank:05d}.json"
 
 
+def fragment_text(fragment: dict[str, Any]) -> bytes:
+    """Return the content of a fragment: a line of JSON, and one with its CRC-32."""
+    data = json.dumps(fragment).encode()
+    return b"%s\n%08x\n" % (data, zlib.crc32(data))
+
+
+def parse_fragment(data: bytes) -> dict[str, Any] | None:
+    """Read what `fragment_text` made, or an older version without checksum; None: it is damaged."""
+    line, newline, checksum = data.partition(b"\n")
+    if newline and checksum != b"%08x\n" % zlib.crc32(line):
+        return None
+    try:
+        fragment = json.loads(line)
+    except ValueError:
+        return None
+    return fragment if isinstance(fragment, dict) else None
+
+
+def read_fragment(place: Place, name: str) -> dict[str, Any] | None:
+    """Read a fragment; None if there is none.
+
+    Raises:
+        BadCheckpoint: it is damaged, however often it is read.
+    """
+    for _ in range(_READS):
+        if (data := place.read(name)) is None:
+            return None
+        if (fragment := parse_fragment(data)) is not None:
+            return fragment
+    raise BadCheckpoint(name, "is not what its process has written", "the save is lost: use an earlier checkpoint")
+
+
 def wait_for_fragments(
     place: Place, save: Save, world: int, wait: Callable[[str, int], None], foreign: Callable[[str], Exception]
 ) -> dict[str, dict[str, Any]]:
@@ -62,16 +98,19 @@ def wait_for_fragments(
 
     Returns:
         Name -> content, by rank.
+
+    Raises:
+        BadCheckpoint: a fragment is damaged.
     """
     fragments: dict[str, dict[str, Any]] = {}
     for rank in range(world):
         name, attempt = fragment_name(place.parts_of(save), rank), 0
-        while (data := place.read(name)) is None:
+        while (fragment := read_fragment(place, name)) is None:
             wait(name, attempt)
             attempt += 1
-        fragments[name] = json.loads(data)
-        if fragments[name]["save_id"] != save.id:
+        if fragment["save_id"] != save.id:
             raise foreign(name)
+        fragments[name] = fragment
     return fragments
 
 

@@ -8,7 +8,6 @@ are there and all shards have their sizes. Does not import torch.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError, describe
-from megalite.runtime.checkpoint.fragments import assemble, fragment_name, wait_for_fragments
+from megalite.runtime.checkpoint.fragments import assemble, fragment_name, fragment_text, wait_for_fragments
 from megalite.runtime.checkpoint.manifest import Manifest, commit_text, committable
 from megalite.runtime.places.names import step_of, store_name
 from megalite.runtime.places.place import COMMIT, MANIFEST, Save
@@ -197,7 +196,7 @@ def send_part(place: StorePlace, part: Part) -> None:
     file = part.fragment["file"]
     # By its descriptor: the name may be another by now.
     place.store.upload(f"{part.name}/{file['name']}", f"/dev/fd/{part.descriptor}", file["size"])
-    place.put(fragment_name(part.name, part.job["rank"]), json.dumps(part.fragment).encode())
+    place.put(fragment_name(part.name, part.job["rank"]), fragment_text(part.fragment))
 
 
 def _remove_unshared(part: Part) -> None:
@@ -217,6 +216,7 @@ def commit_part(place: StorePlace, part: Part, patience: float) -> list[str]:
     Raises:
         StoreError: a part did not come in `patience` seconds, or the store does not take the commit.
         TakenError: the place is another run's.
+        BadCheckpoint: a part's fragment is damaged.
     """
     job = part.job
     deadline = time.monotonic() + patience

@@ -18,7 +18,8 @@ from megalite.core.mesh.agree import agree_in_rounds
 from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
 from megalite.runtime.base.waits import tell
-from megalite.runtime.checkpoint.fragments import fragment_name
+from megalite.runtime.checkpoint.fragments import fragment_name, parse_fragment, read_fragment
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.checkpoint.upload import METRICS, Part, TakenError, commit_part, send_part, send_run_files
 from megalite.runtime.places.names import TEMPORARY, step_of
 from megalite.runtime.places.place import COMMIT
@@ -81,9 +82,8 @@ def _parts_in(root: Path) -> dict[str, list[Part]]:
     parts: dict[str, list[Part]] = {}
     for path in sorted(root.glob(f"{TEMPORARY}*/rank_*.json")):
         with contextlib.suppress(OSError, ValueError):
-            fragment = json.loads(path.read_bytes())
-            shard = path.with_suffix(".safetensors")
-            if "job" in fragment and shard.stat().st_size == fragment["file"]["size"]:
+            fragment, shard = parse_fragment(path.read_bytes()), path.with_suffix(".safetensors")
+            if fragment is not None and "job" in fragment and shard.stat().st_size == fragment["file"]["size"]:
                 part = Part(fragment["job"], os.open(shard, os.O_RDONLY), fragment)
                 parts.setdefault(part.name, []).append(part)
     return parts
@@ -138,10 +138,12 @@ def _commit(place: StorePlace, name: str, root: Path | None) -> None:
     Args:
         root: the checkpoints folder of a host that has the part of rank 0, and so may have the run's newest files.
     """
-    job = _job_here(place, json.loads(place.store.read(fragment_name(name, 0)))["job"], root)
     try:
-        problems = commit_part(place, Part(job, -1, {}), 0.0)
-    except TakenError as e:
+        fragment = read_fragment(place, fragment_name(name, 0))
+        if fragment is None:
+            raise MissingObject(fragment_name(name, 0), "is not there any more")
+        problems = commit_part(place, Part(_job_here(place, fragment["job"], root), -1, {}), 0.0)
+    except (TakenError, BadCheckpoint) as e:
         logger.warning(f"{name} was not uploaded by an earlier process, and is given up: {e}")
         return
     logger.info(f"uploaded {place.store.url}/{name}, which an earlier process had written")

@@ -24,7 +24,7 @@ from typing import Any
 from megalite.runtime.base.child import readable, writable
 from megalite.runtime.base.collector import without_collector
 from megalite.runtime.base.waits import on_wait
-from megalite.runtime.checkpoint.fragments import SavedBox, assemble, fragment_name, wait_for_fragments
+from megalite.runtime.checkpoint.fragments import SavedBox, assemble, fragment_name, fragment_text, wait_for_fragments
 from megalite.runtime.checkpoint.manifest import box_key, committable
 from megalite.runtime.checkpoint.safetensors_io import make_header
 from megalite.runtime.checkpoint.upload import Part, Uploader
@@ -190,7 +190,7 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
     part = Part(job, os.open(path, os.O_RDONLY), fragment)
     try:
         # Last: from here on rank 0 may commit, and the folder has another name.
-        FolderPlace(temporary.parent).put(fragment_name(temporary.name, job["rank"]), json.dumps(fragment).encode())
+        FolderPlace(temporary.parent).put(fragment_name(temporary.name, job["rank"]), fragment_text(fragment))
     except BaseException:
         part.close()
         raise
