@@ -193,7 +193,7 @@ class BreakingProxy:
             self.hang_up(request)
             return
         body = request.rfile.read(size)
-        if kind == "corrupt-request":
+        if kind == "corrupt-request" and body:
             body = body[: size // 2] + bytes([body[size // 2] ^ 1]) + body[size // 2 + 1 :]
             if not fits(body, request.headers):
                 text = b"<Error><Code>BadDigest</Code><Message>The checksum did not match.</Message></Error>"
