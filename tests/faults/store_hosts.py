@@ -180,8 +180,11 @@ def kill_to_the_end(
     with two_hosts(s3, folder) as (proxy, hosts):
         while len(hits) < kills:
             place = MID_PART[len(hits)] if len(hits) < 2 else rng.choice(PLACES)
+            # What is damaged twice running is taken for damaged in the store.
             others = [
-                Fault(OBJECTS if kind in ("short", "corrupt") else ".", kind, 2, skip=rng.randrange(20), seconds=0.5)
+                Fault(OBJECTS, kind, 1, skip=rng.randrange(10))
+                if kind in ("short", "corrupt")
+                else Fault(".", kind, 2, skip=rng.randrange(60), seconds=0.5)
                 for kind in broken
                 if rng.random() < 0.5
             ]
