@@ -1,6 +1,6 @@
 """Checkpoints that megatron-core itself writes, on the CPU: `python megatron_writer.py FOLDER`, a process of its own.
 
-megatron-core takes a CUDA device for granted; `_OnCPU` and the patches below give it the CPU instead. What it writes
+megatron-core takes a CUDA device for granted; `OnCPU` and the patches below give it the CPU instead. What it writes
 is what its own code writes.
 """
 
@@ -92,7 +92,7 @@ MODELS: dict[str, tuple[dict[str, Any], int, int, torch.dtype, bool, tuple[str, 
 }
 
 
-class _OnCPU(TorchFunctionMode):
+class OnCPU(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device")) == "cuda":
@@ -250,7 +250,7 @@ def main(out: Path) -> None:
                 children.append(child)
                 continue
             try:
-                with _OnCPU():
+                with OnCPU():
                     write(rank, out, name)
             except BaseException:
                 traceback.print_exc()
