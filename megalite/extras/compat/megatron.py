@@ -107,7 +107,6 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "use-rope-scaling": {"rope_scaling": "{factor: 8.0}"},
     "disable-bias-linear": {"qkv_bias": False, "o_bias": False, "mlp_bias": False},
     "add-qkv-bias": {"qkv_bias": True},
-    "qk-layernorm": {"qk_norm": "head"},
     "apply-layernorm-1p": {"zero_centered_norm": True},
     "group-query-attention": {"num_kv_heads": 1},
     "moe-shared-expert-gate": {"moe_shared_gate": True},
@@ -257,6 +256,21 @@ def _rope_scaling(_: str, written: str, factor: float, options: Mapping[str, Any
     return dataclasses.replace(options["rope_scaling"], factor=factor)
 
 
+def _latents(_: str, written: str, on: bool, options: Mapping[str, Any]) -> int:
+    """The width of latents that is given, or theirs."""
+    return int(options["kv_lora_rank"] or 32)
+
+
+def _norm_of_queries(_: str, written: str, on: bool, options: Mapping[str, Any]) -> str:
+    """With latents it is their norm, which they always have here."""
+    if options["kv_lora_rank"] is not None:
+        return "none"
+    if options["norm"] != "rmsnorm":
+        remedy = "give --normalization RMSNorm, or drop it"
+        raise UserError(f"{written} with --norm {options['norm']}", "queries and keys have RMSNorm here", remedy)
+    return "head"
+
+
 def _exact_gelu(_: str, written: str, on: bool, options: Mapping[str, Any]) -> str:
     """GELU is exact where it is not fused with the bias, whose kernel is the tanh approximation."""
     return "gelu" if options["activation"] == "gelu_tanh" else str(options["activation"])
@@ -343,6 +357,8 @@ COMPUTED: dict[str, ComputedOption] = {
     "window-size": ComputedOption("window", str, _window),
     "adam-beta1": ComputedOption("beta1", float, _beta1),
     "sgd-momentum": ComputedOption("beta1", float, _beta1),
+    "multi-latent-attention": ComputedOption("kv_lora_rank", bool, _latents),
+    "qk-layernorm": ComputedOption("qk_norm", bool, _norm_of_queries),
     "no-bias-gelu-fusion": ComputedOption("activation", bool, _exact_gelu),
     "moe-layer-freq": ComputedOption("moe_dense_layers", str, _dense_layers),
     "moe-router-pre-softmax": ComputedOption("moe_renormalize", bool, _weights_before_choice),

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from megalite.core.base.errors import require
 from megalite.core.base.log import logger
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.names import dashed
@@ -57,12 +58,19 @@ def defaults(flags: Layer, given: Layer) -> Layer:
         return {}
     model = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
     options = {**TRAINED, **_swiglu_width(given)}
+    _check_groups({**model, **{name: option.value for name, option in given.items()}})
+    if "mlp_bias" in given and not given["mlp_bias"].value:
+        options["activation"] = "gelu"  # without a bias there is no fusion with it
     if "optimizer" in given and given["optimizer"].value == "lion":
         del options["beta2"]
     options["arch"] = family_of({**model, **options, **{name: option.value for name, option in given.items()}})
     taken = " ".join(_flag(name, value) for name, value in options.items() if name not in given)
     ours = {f.name: f.default for cls in GROUPS.values() for f in dataclasses.fields(cls)}
-    kept = [f"{_flag(name, ours[name])} (there {_flag(name, v)})" for name, v in KEPT.items() if name not in given]
+    kept = [
+        f"{_flag(name, ours[name])} (there {theirs if TYPES[name] is not bool else 'off'})"
+        for name, theirs in KEPT.items()
+        if name not in given
+    ]
     differs = f"; not as there, and without effect on the weights: {', '.join(kept)}" if kept else ""
     logger.info(f"{words[0]} without --arch or --preset: as in Megatron-LM, {taken}{differs}")
     written = f"Megatron-LM's default (for {words[0]} without --arch)"
@@ -78,6 +86,18 @@ def family_of(options: Mapping[str, Any]) -> str:
     if options["qk_norm"] == "head":
         return "qwen3"
     return "qwen2" if options["qkv_bias"] and not options["o_bias"] else "llama"
+
+
+def _check_groups(options: Mapping[str, Any]) -> None:
+    """Refuse groups of experts whose score is another one there: the sum of the best topk / group-topk."""
+    topk, best, groups = (options[f"moe_{name}"] for name in ("topk", "router_group_topk", "router_num_groups"))
+    ours = 2 if options["moe_router_score_function"] == "sigmoid" else 1
+    require(
+        groups == 1 or topk // best == ours,
+        f"--moe-router-topk {topk} with --moe-router-group-topk {best}",
+        f"groups are chosen by their best {topk // best} there, and by their best {ours} here",
+        f"give --moe-router-topk {ours * best}, or name the model with --arch or --preset",
+    )
 
 
 def _swiglu_width(given: Layer) -> dict[str, int]:

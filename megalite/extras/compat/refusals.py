@@ -115,9 +115,6 @@ the model does not support this variant -> drop it, or see --help all for the mo
     use-alibi-position-embeddings no-position-embedding rotary-* qk-l2-norm
     qk-clip* softmax-scale relative-attention-* embedding-init-method-std init-method-xavier-uniform no-scaled-init
     data-parallel-random-init hybrid-* is-hybrid-model mamba-* heterogeneous-*
-latent attention follows from its sizes, and always normalizes its latents, as with --qk-layernorm there -> drop \
---qk-layernorm with it, and give --kv-lora-rank
-    multi-latent-attention
 YaRN is one option, in latent attention and any other -> give --rope-scaling with rope_type yarn
     rope-type=rope rotary-scaling-factor=1.0|1 mscale=1.0|1 mscale-all-dim=0.0|0 original-max-position-embeddings
 modules that predict further tokens are like the last layer -> use --mtp-num-layers, --mtp-loss-scaling-factor
@@ -284,6 +281,9 @@ def accept(flags: Sequence[Flag], known: Collection[str], hint: Callable[[str], 
             continue
         if flag in NEEDS and NEEDS[flag] not in names:
             logger.info(f"{written}: has no effect without --{NEEDS[flag]}, as in Megatron-LM")
+            continue
+        if flag == "multi-latent-attention" and "qk-layernorm" not in names:
+            mistakes[f"--{flag}"] = f"{written}: latents are always normalized here; give --qk-layernorm with it"
             continue
         if row is not None and not row.instead:
             harmless[f"--{flag}"] = f"{written}: {row.why}; drop it, or give --{IGNORE}"

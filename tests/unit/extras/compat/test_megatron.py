@@ -267,7 +267,15 @@ def test_batch_size_schedule_in_tokens() -> None:
         ("--num-distributed-optimizer-instances 0", "must be at least 1"),
         ("--experimental-attention-variant gated_delta_net", "gated_delta_net is the only variant here; give it with"),
         ("--linear-attention-freq 4 --experimental-attention-variant dsa", "gated_delta_net is the only variant here"),
-        ("--multi-latent-attention --kv-lora-rank 512", "--multi-latent-attention: is not an option here: latent att"),
+        ("--multi-latent-attention --kv-lora-rank 512", "--multi-latent-attention: latents are always normalized here"),
+        (
+            "--num-attention-heads 4 --qk-layernorm",
+            "--qk-layernorm with --norm layernorm: queries and keys have RMSNorm",
+        ),
+        (
+            "--seq-length 64 --num-experts 8 --moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 3",
+            "groups are chosen by their best 2 there, and by their best 1 here; give --moe-router-topk 3, or name",
+        ),
         ("--kv-lora-rank 32 --mscale-all-dim 0.7", "--mscale-all-dim 0.7: is not an option here: YaRN is one option"),
         ("--lr-warmup-fraction nan", "must be between 0 and 1"),
         ("--load", "--load: takes one value"),
@@ -352,7 +360,7 @@ MATTERS = """
     checkpoint-in-cpu deepspeed spec fp32-residual-connection fp16-lm-cross-entropy
     embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul squared-relu quick-geglu
     apply-residual-connection-post-layernorm embed-layernorm use-alibi-position-embeddings no-position-embedding
-    rotary-interleaved rope-type qk-l2-norm softmax-type multi-latent-attention
+    rotary-interleaved rope-type qk-l2-norm softmax-type
     relative-attention-num-buckets embedding-init-method-std init-method-xavier-uniform no-scaled-init
     data-parallel-random-init sliding-window vocab-file merge-file tiktoken-num-special-tokens
     vocab-extra-ids reset-position-ids reset-attention-mask eod-mask-loss dataloader-type test-data-path
@@ -617,6 +625,11 @@ TODAY = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "tie_emb
         ("--seq-length 128 --position-embedding-type rope", {"arch": "gpt_neox", "parallel_residual": False}),
         ("--num-attention-heads 4 --optimizer lion", {"beta2": 0.95}),
         ("--num-attention-heads 4 --no-bias-gelu-fusion", {"activation": "gelu"}),
+        ("--num-attention-heads 4 --disable-bias-linear", {"activation": "gelu", "mlp_bias": False}),
+        (
+            "--seq-length 128 --multi-latent-attention --qk-layernorm --position-embedding-type rope",
+            {"kv_lora_rank": 32, "qk_norm": "none", "qk_nope_head_dim": 128},
+        ),
         ("--num-attention-heads 4 --no-bias-gelu-fusion --openai-gelu", {"activation": "gelu_tanh"}),
         ("--num-attention-heads 4 --no-bias-gelu-fusion --swiglu", {"activation": "swiglu"}),
         # Our words alone, or a family: ours.
@@ -634,7 +647,7 @@ def test_what_a_command_in_their_words_leaves_out(
     assert {name: values(c)[name] for name in expected} == expected
     told = [line for line in caplog.messages if "as in Megatron-LM, --" in line]
     assert len(told) == (expected.get("hidden_dropout") != 0.0 or "--hidden-dropout" in argv)
-    assert all("--eval-every 0 (there --eval-every 1000)" in line and "--no-tie" not in line for line in told)
+    assert all("--eval-every 0 (there 1000)" in line and "--no-tie" not in line for line in told)
 
 
 def test_the_model_of_a_command_in_their_words_is_read_back(tmp_path: Path) -> None:

@@ -29,8 +29,6 @@ from tests.unit.extras.compat.megatron_recording import Recording
 
 TOLERANCE = 1e-5
 NAMES = ("gpt", "llama", "llama_groups", "mixtral", "experts", "deepseek", "latents")
-# Latent attention follows from its sizes here, and always has the norms: these two are refused, with that advice.
-LEFT_OUT = {"latents": ("--multi-latent-attention", "--qk-layernorm")}
 # What checkpoints are not imported of: megalite -> Megatron; {} numbers the experts, which are stacked here.
 MORE_NAMES = {
     "mlp.router.weight": "mlp.router.weight",
@@ -56,8 +54,7 @@ def recordings() -> dict[str, Recording]:
 
 def parsed(name: str, *without: str) -> Config:
     """Read a command line, without some flags that have a value."""
-    words = [word for word in recordings()[name].flags if word not in LEFT_OUT.get(name, ())]
-    flags = re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(words))
+    flags = re.findall(r"--\S+(?: (?!--)\S+)*", " ".join(recordings()[name].flags))
     argv = " ".join(flag for flag in flags if flag.split()[0] not in without).split()
     return cli.parse(["--mock-data", "--device", "cpu", *argv], dialect=DIALECT).config
 
