@@ -20,6 +20,7 @@ from megalite.extras.command import COMMANDS
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.refusals import MEGATRON, TRAINER, find_refusal
 from megalite.extras.compat.table import all_patterns
+from megalite.extras.compat.trainer import FLAGS
 from megalite.extras.plan.report import dry_run_report
 from megalite.runtime.options import cli
 from megalite.runtime.options.fields import TYPES
@@ -110,7 +111,7 @@ def trainer_flags() -> set[str]:
     """Flags of pretrain_gpt.py, ours and theirs (those refused by name as well: pages say that they are refused)."""
     options = [*TYPES, *DIALECT.start.__dataclass_fields__, *(f"no_{option}" for option in TYPES)]
     refused = all_patterns([*MEGATRON, *TRAINER])
-    theirs = [*DIALECT.renamed, *DIALECT.switches, *DIALECT.computed, *refused]
+    theirs = [*DIALECT.renamed, *DIALECT.switches, *DIALECT.computed, *FLAGS, *refused]
     return {"--help", *(f"--{option.replace('_', '-')}" for option in options), *(f"--{flag}" for flag in theirs)}
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError
-from megalite.extras.compat import megatron
+from megalite.extras.compat import megatron, megatron_defaults, trainer
 from megalite.extras.compat.accelerate import read_accelerate
 from megalite.extras.compat.deepspeed import read_deepspeed
-from megalite.extras.compat.megatron_defaults import defaults
 from megalite.extras.compat.refusals import accept
 from megalite.extras.compat.tool_file import resolve_batch_sizes
 from megalite.runtime.options.dialect import Dialect
@@ -66,17 +65,19 @@ def read_tool_configs(
 
 
 DIALECT = Dialect(
-    renamed=megatron.RENAMED | {"strategy": "layout"},
-    switches=megatron.SWITCHES,
-    values=megatron.VALUES,
-    computed=megatron.COMPUTED,
+    renamed=megatron.RENAMED | trainer.RENAMED | {"strategy": "layout"},
+    switches=megatron.SWITCHES | trainer.SWITCHES,
+    values={
+        name: megatron.VALUES.get(name, {}) | trainer.VALUES.get(name, {}) for name in megatron.VALUES | trainer.VALUES
+    },
+    computed=megatron.COMPUTED | trainer.COMPUTED,
     implied=megatron.IMPLIED,
     refines=megatron.REFINES,
     accept=accept,
-    defaults=defaults,
+    defaults=lambda flags, given: megatron_defaults.defaults(flags, given) | trainer.defaults(flags, given),
     start=ToolStartOptions,
     read_files=read_tool_configs,
     about="Files of other tools come between --config and flags: --accelerate-config, then --deepspeed-config. "
-    "Flags of Megatron-LM and Megatron-DeepSpeed are accepted too: see docs/megatron.md.",
+    "Flags of Megatron-LM, Megatron-DeepSpeed and the Hugging Face Trainer are accepted too: see docs/megatron.md.",
 )
 """Every spelling that megalite knows."""

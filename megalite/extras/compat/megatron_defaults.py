@@ -51,10 +51,10 @@ def defaults(flags: Layer, given: Layer) -> Layer:
 
     Args:
         flags: options of the command line.
-        given: options that any source gives, none of which is `arch`.
+        given: options that any source gives.
     """
     words = [option.source for option in flags.values() if option.source in SIZE_FLAGS]
-    if not words:
+    if not words or "arch" in given:
         return {}
     model = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
     options = {**TRAINED, **_swiglu_width(given)}

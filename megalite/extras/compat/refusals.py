@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
+from megalite.extras.compat import trainer
 from megalite.extras.compat.megatron import NEEDS
 from megalite.extras.compat.table import Refusal, patterns_of, read_table
 from megalite.runtime.options.dialect import Flag
@@ -182,35 +183,21 @@ megalite trains on plain text only -> drop it
 """
 
 _TRAINER = {
-    "--lr": "learning-rate",
-    "--micro-batch-size": "per-device-train-batch-size per-gpu-train-batch-size train-batch-size",
-    "--global-batch-size, which is steps x --micro-batch-size x dp": "gradient-accumulation-steps",
+    "--micro-batch-size": "train-batch-size",
     "--train-steps, which is epochs x samples / --global-batch-size": "epochs num-epochs num-train-epochs",
-    "--train-steps": "max-steps",
-    "--warmup-steps, a number of steps": "warmup-ratio",
-    "--lr-decay": "lr-scheduler-type",
-    "--optimizer": "optim",
-    "--eps": "adam-epsilon",
-    "--clip-grad": "max-grad-norm",
-    "--recompute full": "gradient-checkpointing",
-    "--label-smoothing": "label-smoothing-factor",
-    "--compile": "torch-compile torch-compile-backend torch-compile-mode",
-    "--seq-len": "block-size max-seq-length max-length model-max-length",
-    "--run-dir": "output-dir overwrite-output-dir logging-dir",
-    "--resume": "resume-from-checkpoint ignore-data-skip",
-    "--save-every": "save-steps save-strategy",
-    "--keep-last": "save-total-limit",
+    "--compile": "torch-compile-backend torch-compile-mode",
+    "--run-dir": "overwrite-output-dir logging-dir",
+    "--resume": "ignore-data-skip",
+    "--save-every": "save-strategy",
     "--eval-every": "eval-strategy evaluation-strategy do-eval",
     "--micro-batch-size, which evaluations use too": "per-device-eval-batch-size eval-batch-size",
-    "--log-every": "logging-steps logging-strategy",
+    "--log-every": "logging-strategy",
     "--wandb-project or --tensorboard": "report-to",
-    "--init-from-hf": "model-name-or-path config-name",
-    "--tokenizer": "tokenizer-name",
+    "--init-from-hf": "config-name",
     "--data, after megalite preprocess": "dataset-name dataset-config-name train-file text-column",
     "--valid-data, after megalite preprocess": "validation-file validation-split-percentage",
-    "--zero and --tp": "fsdp fsdp-config",
+    "--zero and --tp": "fsdp-config",
     "--seed": "data-seed",
-    "drop it: training is all it does": "do-train",
     "drop it: batches are read ahead in a thread": "dataloader-num-workers preprocessing-num-workers",
 }
 """What to give -> names of the Hugging Face Trainer and its language-modeling script."""
@@ -269,6 +256,7 @@ def accept(flags: Sequence[Flag], known: Collection[str], hint: Callable[[str], 
         UserError: some flags are no options. One line for a single flag; for several, a line that counts them, a line
             for each that matters, and one that names those without effect.
     """
+    flags = trainer.rewrite(flags)
     options: list[Flag] = []
     given = {" ".join([f"--{flag}", *words]) for flag, words in flags}
     names = {flag for flag, _ in flags}

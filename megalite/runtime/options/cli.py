@@ -87,8 +87,7 @@ def parse(
     # A file that holds every option has null.
     if read_model is not None and folder is not None and folder.value is not None:
         layers.insert(0, _folder_layer(folder, _values(layers)["cache_dir"], read_model))
-    if not any("arch" in layer for layer in layers):
-        layers.insert(0, dialect.defaults(flags, _merge(layers)))
+    layers.insert(0, dialect.defaults(flags, _merge(layers)))
     layers.insert(0, _family_layer(layers))
     if world is None and not (start.print_config or start.dry_run):
         world = 1
@@ -98,9 +97,10 @@ def parse(
     for flag, (name, hint, compute) in dialect.computed.items():
         if flag in computed:
             word, written = computed[flag]
-            value = compute(f"--{dashed(name)}", written, read_value(hint, word, written), _values(layers))
-            for option, setting in {name: value, **dialect.implied.get(flag, {})}.items():
-                add_flag(flags, option, setting, written, dialect)
+            options = {**_values(layers), "world": world or 1}
+            value = compute(f"--{dashed(name)}", written, read_value(hint, word, written), options)
+            for setting, chosen in {name: value, **dialect.implied.get(flag, {})}.items():
+                add_flag(flags, setting, chosen, written, dialect)
     values = _values(layers)
     groups = {group: cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for group, cls in GROUPS.items()}
     settled = None if start.layout is None else frozenset((*LAYOUT, *LAYOUT_DETAILS)) & flags.keys()

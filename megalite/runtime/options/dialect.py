@@ -23,7 +23,8 @@ class ComputedOption(NamedTuple):
     Attributes:
         option: our option.
         hint: type of the flag's value.
-        compute: function of (our flag, the flag as written, its value, all options) that returns the option's value.
+        compute: function of (our flag, the flag as written, its value, all options and "world", the number of ranks)
+            that returns the option's value.
     """
 
     option: str
@@ -70,8 +71,8 @@ class Dialect:
         refines: specific flag -> the general one that it overrides, in either order; both with dashes.
         accept: function of (flags, flags that are options, remedy for an unknown flag) that returns those that are
             options, drops what has no meaning here, and raises UserError for all others.
-        defaults: function of (flags, options that any source gives) that returns the lowest layer of a command that
-            names no family.
+        defaults: function of (flags, options that any source gives) that returns the lowest layer of a command in
+            another tool's words: that tool's defaults.
         start: dataclass of the options of the group `start`.
         read_files: function of (`start`, all options without files of other tools and flags, flags, number of ranks as
             far as known) that returns the layers of other tools' files, lowest first, and the number of ranks.

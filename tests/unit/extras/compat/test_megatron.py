@@ -18,7 +18,7 @@ from megalite.core.options.lr import LR_DECAYS
 from megalite.core.options.rates import describe_warmup, rates_at
 from megalite.core.options.rope import RopeScaling
 from megalite.extras.compat import megatron as aliases
-from megalite.extras.compat import megatron_defaults, refusals
+from megalite.extras.compat import megatron_defaults, refusals, trainer
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.table import Refusal, all_patterns
 from megalite.runtime.options import cli
@@ -283,9 +283,10 @@ def test_batch_size_schedule_in_tokens() -> None:
         ("--swiglu --activation gelu", "--activation gelu: --swiglu conflicts with it"),
         ("--zero-stage 4", "--zero-stage 4: must be one of 0, 1, 2, 3"),
         ("--lr-decay-style steep", f"must be one of {', '.join(LR_DECAYS)}"),
-        ("--learning-rate 1e-3", "--learning-rate 1e-3: is a name of the Hugging Face Trainer; give --lr"),
-        ("--per_device_train_batch_size 4", "give --micro-batch-size"),
-        ("--gradient-accumulation-steps 4", "give --global-batch-size, which is steps x --micro-batch-size x dp"),
+        (
+            "--train_batch_size 4",
+            "--train-batch-size 4: is a name of the Hugging Face Trainer; give --micro-batch-size",
+        ),
         ("--epochs 3", "give --train-steps, which is epochs x samples / --global-batch-size"),
         ("--nproc-per-node 8", "--nproc-per-node 8: is an option of torchrun; write it before pretrain_gpt.py"),
         (
@@ -520,6 +521,7 @@ def test_all_refusals_of_a_script_are_reported_at_once() -> None:
 def test_tables_do_not_contradict_each_other() -> None:
     named = all_patterns([*refusals.MEGATRON, *refusals.TRAINER])
     theirs = [*aliases.RENAMED, *aliases.SWITCHES, *aliases.COMPUTED, *named]
+    theirs += [*trainer.RENAMED, *trainer.SWITCHES, *trainer.COMPUTED]
     assert [flag for flag in set(theirs) if theirs.count(flag) > 1] == []
     ours = {name.replace("_", "-") for name in GROUP_OF}
     assert not ours & set(theirs)
@@ -734,6 +736,16 @@ def defaults_table() -> list[str]:
     return rows
 
 
+def trainer_table() -> list[str]:
+    rows = ["| Hugging Face Trainer | here |", "|---|---|"]
+    for theirs, name in trainer.RENAMED.items():
+        spelled = ", ".join(f"`{a}` = `{b}`" for a, b in trainer.VALUES.get(name, {}).items())
+        rows.append(f"| `--{theirs}` | {flag(name)}{f' ({spelled})' if spelled else ''} |")
+    for theirs, switch in trainer.SWITCHES.items():
+        rows.append(f"| `--{theirs}` | {ours(switch) if switch else 'nothing: training is all it does'} |")
+    return rows
+
+
 def refused_table() -> list[str]:
     rows = ["| refused | because | instead |", "|---|---|---|"]
     for entry in refusals.MEGATRON:
@@ -763,7 +775,9 @@ def flags_of(entry: Refusal) -> str:
 def with_tables(text: str) -> str:
     """The document with the tables between its `<!-- NAME -->` and `<!-- end -->` marks made anew."""
     tables = {"renamed": renamed_table, "defaults": defaults_table, "refused": refused_table}
-    for name, table in (tables | {"no effect": no_effect_table, "others": others_table}).items():
+    for name, table in (
+        tables | {"no effect": no_effect_table, "trainer": trainer_table, "others": others_table}
+    ).items():
         before, rest = text.split(f"<!-- {name} -->\n")
         _, after = rest.split("<!-- end -->", 1)
         text = "\n".join([f"{before}<!-- {name} -->", *table(), f"<!-- end -->{after}"])

@@ -1,0 +1,152 @@
+"""Translation of the names of the Hugging Face Trainer (`TrainingArguments`, transformers 5), which TRL's extend.
+
+A name is renamed, sets some of our options, is computed from other options and the number of ranks, or is refused with
+the name that it has here (see `megalite.extras.compat.refusals`). docs/megatron.md prints these tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
+from megalite.runtime.options.dialect import ComputedOption, Flag
+from megalite.runtime.options.fields import Layer, OptionValue
+
+_SPELLINGS: dict[str, str] = {
+    "lr": "learning-rate",
+    "train_steps": "max-steps",
+    "micro_batch_size": "per-device-train-batch-size per-gpu-train-batch-size",
+    "lr_decay": "lr-scheduler-type",
+    "optimizer": "optim",
+    "eps": "adam-epsilon",
+    "clip_grad": "max-grad-norm",
+    "label_smoothing": "label-smoothing-factor",
+    "seq_len": "block-size max-seq-length max-length model-max-length",
+    "run_dir": "output-dir",
+    "save_every": "save-steps",
+    "keep_last": "save-total-limit",
+    "log_every": "logging-steps",
+    "init_from_hf": "model-name-or-path model-name",
+    "tokenizer": "tokenizer-name",
+}
+RENAMED: dict[str, str] = {flag: ours for ours, flags in _SPELLINGS.items() for flag in flags.split()}
+"""Their flag -> our option; values are unchanged except for `VALUES`."""
+
+VALUES: dict[str, dict[str, str]] = {
+    "lr_decay": {"constant_with_warmup": "constant", "inverse_sqrt": "inverse-square-root"},
+    "optimizer": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw") | {"lion_32bit": "lion"},
+}
+"""Our option -> {their spelling of a value: ours}."""
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "gradient-checkpointing": {"recompute": "full"},
+    "torch-compile": {"compile": True},
+    "do-train": {},
+}
+"""Their flag without a value, or with `True` -> our options."""
+
+TRAINED: dict[str, Any] = {"lr": 5e-5, "lr_decay": "linear", "weight_decay": 0.0, "beta2": 0.999}
+"""Our option -> their default, where it differs and changes what is trained."""
+
+_BOOLEANS = {*SWITCHES, "bf16", "fp16"}
+_FSDP: dict[str, dict[str, Any]] = {
+    "full_shard": {"zero": 3},
+    "shard_grad_op": {"zero": 3, "zero_keep": "backward"},
+    "no_shard": {"zero": 0},
+    "hybrid_shard": {"zero": 3, "zero_group": "node"},
+    "hybrid_shard_zero2": {"zero": 3, "zero_group": "node", "zero_keep": "backward"},
+}
+
+
+def _batch(_: str, written: str, passes: int, options: Mapping[str, Any]) -> int:
+    """Return the samples of a step: passes x micro-batch x dp, where dp follows from the number of ranks."""
+    if passes < 1:
+        raise UserError(written, "must be at least 1", "correct it")
+    ranks = max(options["tp"] * options["pp"] * options["cp"], 1)
+    dp = max(options["world"] // ranks, 1)
+    batch = int(passes * options["micro_batch_size"] * dp)
+    logger.info(
+        f"{written}: --global-batch-size {batch}, with --micro-batch-size {options['micro_batch_size']} and dp {dp}"
+    )
+    return batch
+
+
+def _warmup(_: str, written: str, ratio: float, options: Mapping[str, Any]) -> int:
+    if not 0 <= ratio <= 1:
+        raise UserError(written, "must be between 0 and 1", "correct it, or give --warmup-steps")
+    return math.ceil(ratio * options["train_steps"])
+
+
+def _resume(_: str, written: str, path: str, options: Mapping[str, Any]) -> str:
+    return {"true": "latest", "false": "never"}.get(path.lower(), path)
+
+
+COMPUTED: dict[str, ComputedOption] = {
+    "gradient-accumulation-steps": ComputedOption("global_batch_size", int, _batch),
+    "warmup-ratio": ComputedOption("warmup_steps", float, _warmup),
+    "resume-from-checkpoint": ComputedOption("resume", str, _resume),
+}
+"""Their flag -> how our option is computed from it."""
+
+FLAGS = frozenset({*RENAMED, *COMPUTED, *SWITCHES, "fsdp"})
+"""All that are read."""
+
+
+def rewrite(flags: Sequence[Flag]) -> list[Flag]:
+    """Write out what their words mean together: one pass per step where none are given, `--x True`, `--fsdp`.
+
+    Raises:
+        UserError: a word means something else here.
+    """
+    names = {flag for flag, _ in flags}
+    if not names & FLAGS:
+        return list(flags)
+    rewritten: list[Flag] = []
+    for flag, words in flags:
+        if flag in _BOOLEANS and [word.lower() for word in words] in (["true"], ["false"]):
+            rewritten += [(flag, [])] if words[0].lower() == "true" else []
+        elif flag == "eval-steps":
+            rule = "is an interval in the Trainer's words, and a number of batches here"
+            raise UserError(f"--eval-steps {' '.join(words)}", rule, "give --eval-every for the interval")
+        elif flag == "fsdp":
+            rewritten += _sharding(words)
+        else:
+            rewritten.append((flag, words))
+    if names & {"per-device-train-batch-size", "per-gpu-train-batch-size"} and not names & {
+        "gradient-accumulation-steps",
+        "global-batch-size",
+        "batch-size-schedule",
+    }:
+        rewritten.append(("gradient-accumulation-steps", ["1"]))
+    return rewritten
+
+
+def _sharding(words: Sequence[str]) -> list[Flag]:
+    """Return the flags of a word of `--fsdp`; units of wrapping are always the blocks."""
+    given = [word for text in words for word in text.split() if word != "auto_wrap"]
+    sharding = [word for word in given if word in _FSDP]
+    if len(sharding) != 1 or set(given) - {*sharding, "offload"}:
+        rule = f"must be one of {', '.join(_FSDP)}, with auto_wrap or offload"
+        raise UserError(f"--fsdp {' '.join(words)}", rule, "give --zero, and see docs/coming_from.md")
+    options = _FSDP[sharding[0]] | ({"offload": "optimizer+params"} if "offload" in given else {})
+    return [(name.replace("_", "-"), [str(value)]) for name, value in options.items()]
+
+
+def defaults(flags: Layer, given: Layer) -> Layer:
+    """Return the Trainer's defaults for a command in its words, and log them; else nothing.
+
+    Args:
+        flags: options of the command line.
+        given: options that any source gives.
+    """
+    words = [option.source for option in flags.values() if option.source.removeprefix("--") in RENAMED]
+    options = {name: value for name, value in TRAINED.items() if name not in given}
+    if not words or not options:
+        return {}
+    taken = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+    differs = "--seed 1234 (there 42); a step has the learning rate that the next one has there"
+    logger.info(f"{words[0]}: as in the Hugging Face Trainer, {taken}; not as there, {differs}")
+    return {name: OptionValue(value, f"the Trainer's default (for {words[0]})") for name, value in options.items()}
