@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -22,6 +23,8 @@ from megalite.runtime.places.store_place import StorePlace
 # A local copy says in this file where its shards are, and their sizes.
 SOURCE = "SOURCE"
 _MAX_SOURCE = 64 << 20
+# After so many, it is the store that has another manifest than the committed one.
+_DOWNLOADS = 3
 
 
 def local_copy(path: str, cache_dir: str) -> Path:
@@ -61,19 +64,34 @@ def fetch(store: Store, name: str, into: Path, alone: bool = False) -> Path:
     into.mkdir(parents=True, exist_ok=True)
     folder, part = into / name, into / f".part_{name}"
     with locked(into / ".lock"):
-        if folder.exists():
+        if _is_whole(folder):
             return folder
         for other in into.iterdir():
-            if other.is_dir() and (alone or other.name.startswith(".part_")):
+            if other.is_dir() and (alone or other == folder or other.name.startswith(".part_")):
                 shutil.rmtree(other)
         part.mkdir()
         sizes = {n: size for n, size in store.names(name).items() if not n.endswith("/")}
-        for n in (MANIFEST, COMMIT):
-            store.download(f"{name}/{n}", part / n, sizes.get(n, 0))
-            flush(part / n)
+        for _ in range(_DOWNLOADS):
+            for n in (MANIFEST, COMMIT):
+                store.download(f"{name}/{n}", part / n, sizes.get(n, 0))
+                flush(part / n)
+            if _is_whole(part):
+                break
         (part / SOURCE).write_text(json.dumps({"url": join(store.url, name), "files": sizes}))
         os.rename(part, folder)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the manifest is the committed one: of a copy that is not, the reader would say so at every start."""
+    digest = hashlib.sha256()
+    try:
+        with (folder / MANIFEST).open("rb") as f:
+            while chunk := f.read(BLOCK):
+                digest.update(chunk)
+        return (folder / COMMIT).read_bytes() == digest.hexdigest().encode() + b"\n"
+    except FileNotFoundError:
+        return False
 
 
 def source_of(folder: Path) -> dict[str, Any]:

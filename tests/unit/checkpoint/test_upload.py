@@ -30,7 +30,7 @@ from megalite.runtime.base.urls import cached_at, check_url
 from megalite.runtime.checkpoint import local_copies, upload
 from megalite.runtime.checkpoint.claim import Claim
 from megalite.runtime.checkpoint.fragments import assemble
-from megalite.runtime.checkpoint.manifest import Manifest
+from megalite.runtime.checkpoint.manifest import Manifest, commit_text, read_manifest
 from megalite.runtime.checkpoint.mirror import Mirror, SaveError, copy_together
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.checkpoint.save import Checkpointer
@@ -521,6 +521,27 @@ def test_a_copy_that_lost_its_end_is_downloaded_again(folder_url: str, tmp_path:
     assert path.read_bytes() == b"123"
 
 
+def test_a_manifest_that_is_damaged_on_its_way_is_downloaded_again(
+    s3: S3, url: str, proxy: BreakingProxy, tmp_path: Path
+) -> None:
+    """The same command read the damaged copy at every start, and advised to restore a checkpoint that was whole."""
+    part = make_part(tmp_path, url, 1)
+    assert upload_parts(url, part)[0]["error"] == ""
+    proxy.faults = [Fault("GET .*/manifest.json", "corrupt", 2)]
+    copy = local_copies.fetch(Store(url), part.name, tmp_path / "fetched")
+    assert proxy.faults[0].happened == 2
+    assert remote_manifest(copy).files
+    # A copy on this disk that has become damaged.
+    (copy / "manifest.json").write_bytes((copy / "manifest.json").read_bytes()[:-1])
+    assert remote_manifest(local_copies.fetch(Store(url), part.name, tmp_path / "fetched")).files
+    # What is damaged in the store is said to be, and read again at the next start.
+    proxy.faults = [Fault("GET .*/manifest.json", "corrupt")]
+    with pytest.raises(BadCheckpoint, match="differs from the one in COMMIT"):
+        read_manifest(local_copies.fetch(Store(url), part.name, tmp_path / "elsewhere"))
+    proxy.faults = []
+    assert remote_manifest(local_copies.fetch(Store(url), part.name, tmp_path / "elsewhere")).files
+
+
 def test_copies_of_others_stay(folder_url: str, tmp_path: Path) -> None:
     """Two tools read two checkpoints; the run itself keeps one copy."""
     for step in (1, 2):
@@ -728,6 +749,7 @@ def test_all_hosts_take_the_checkpoint_that_rank_0_finds(pool: WorkerPool, tmp_p
     assert [Path(path).name for path in paths] == ["step_00000001-" + "0" * 16] * 2
     assert [path.startswith(cache) for path, cache in zip(paths, caches)] == [True, True]
     # A copy of what had that name before.
-    (Path(paths[1]) / "COMMIT").write_text("other")
+    (Path(paths[1]) / "manifest.json").write_bytes(b"other")
+    (Path(paths[1]) / "COMMIT").write_bytes(commit_text(b"other"))
     for said in pool.run(2, _copy, urls, caches):
-        assert re.search("COMMIT of .* of rank 1 .other.*must equal rank 0's", said)
+        assert re.search("COMMIT of .* of rank 1 .*must equal rank 0's", said)
