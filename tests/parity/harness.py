@@ -40,7 +40,7 @@ class Result(NamedTuple):
     Attributes:
         steps: (loss, gradient norm) of each step.
         gradients: those of the first step, as far as this rank writes them.
-        reported: by step, what the counters of the model's parts report: losses of further tokens, figures of routers.
+        reported: by step, what the counters of the model's parts report for metrics.jsonl.
         tokens: by step, tokens of each expert, [layers, E].
         biases: those of routers, at the end.
     """
@@ -112,9 +112,11 @@ def train_steps(engine: Any, data: Data = fixed) -> Result:
         done = train_step(engine, rows[dp.rank * size : (dp.rank + 1) * size], step)
         assert not done.skipped
         result.steps.append((done.loss, done.grad_norm))
-        result.reported.append({f"mtp_loss_{k}": loss for k, loss in enumerate(done.figures.get("mtp", ()), 1)})
+        result.reported.append({})
+        for counter in engine.counters:
+            figures = done.figures[counter.name]
+            result.reported[-1].update(counter.losses(figures) | counter.record(figures, by_layer=True))
         if (routing := done.figures.get("routing")) is not None:
-            result.reported[-1].update(routing.record(by_layer=True))
             result.tokens.append(routing.tokens.numpy())
         if step == 1:
             result.gradients.update(boxes_of(engine))

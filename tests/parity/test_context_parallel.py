@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megalite.core.batch import MicroBatch, Positions
+from megalite.core.options.recompute import MODES
 from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config
 from tests.parity import jobs, packed
@@ -118,8 +119,7 @@ def test_optimizer_states_are_cut_over_dp_and_cp(pool: WorkerPool, cp: int) -> N
 
 @pytest.mark.parametrize("comm", ["gather", "a2a", pytest.param("ring", marks=pytest.mark.full)])
 def test_recompute_changes_not_a_bit(pool: WorkerPool, comm: str) -> None:
-    modes = ("none", "selective", "full")
-    cfgs = [config(GEMMA2, 1, {"cp": 2, "cp_comm": comm}, recompute=mode, micro_batch_size=4) for mode in modes]
+    cfgs = [config(GEMMA2, 1, {"cp": 2, "cp_comm": comm}, recompute=mode, micro_batch_size=4) for mode in MODES]
     assert_same_bits(pool.run(2, trained, cfgs, 2))
 
 

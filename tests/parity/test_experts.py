@@ -13,6 +13,7 @@ import torch
 from megalite.core.model.parameters import param_map
 from megalite.core.ops import Ops
 from megalite.core.options.rates import rates_at
+from megalite.core.options.recompute import MODES
 from megalite.core.sharding import Shard
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
@@ -113,7 +114,7 @@ def test_the_grid_is_wide() -> None:
 
 
 def test_recomputation_repeats_every_choice(pool: WorkerPool) -> None:
-    cfgs = [config(QWEN, 1, {"ep": 2, "tp": 2}, recompute=recompute) for recompute in ("none", "selective", "full")]
+    cfgs = [config(QWEN, 1, {"ep": 2, "tp": 2}, recompute=recompute) for recompute in MODES]
     assert_same_bits(pool.run(4, trained, cfgs, 4))
 
 

@@ -141,8 +141,10 @@ def test_one_process_is_plain_torch(model: ModelConfig, packs: bool) -> None:
     cfg = jobs.make_config(model)
     result = one_process(cfg, weighted if packs else fixed)
     by_torch, expected = by_hand(model, weighted_documents() if packs else plain())
-    (loss, norm), further = result.steps[0], result.reported[0].values()
+    (loss, norm), (mean, *each) = result.steps[0], result.reported[0].values()
+    further = each or [mean]
     np.testing.assert_allclose([loss, *further, norm], by_torch, rtol=1e-5)
+    assert mean == pytest.approx(sum(further) / len(further))
     number = (1 - cfg.optim.beta1) * min(1.0, cfg.optim.clip_grad / (by_torch[-1] + 1e-6))
     gradients = {name: grad.numpy() * number for name, grad in expected.items()}
     assert_same_gradients([result.gradients], gradients, "by hand")

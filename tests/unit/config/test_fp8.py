@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalite.core.base.errors import UserError
+from megalite.core.options.recipe import RECIPES
 from megalite.core.parts.options.fp8_options import describe_fp8, fp8_layers
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
@@ -44,6 +45,12 @@ def test_bad_input(flags: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
         config(flags)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_accepted_cuts_no_block(name: str) -> None:
+    recipe = RECIPES[name]
+    assert all(recipe.multiple % extent == 0 for extent in (*recipe.activation, *recipe.weight) if extent)
 
 
 def test_cuts_on_block_borders_are_accepted() -> None:

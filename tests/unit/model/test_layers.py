@@ -8,14 +8,43 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.core import ops as kernels
 from megalite.core.batch import ForwardPass, Positions
 from megalite.core.model.parameters import param_map
+from megalite.core.options.choices import ACTIVATIONS, NORMS
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.rope import SCALING_FIELDS, RopeScaling
 from megalite.core.parts.mixers.gqa.attention import Attention
 from tests.unit.model.tiny_layers import CPU, layers_of, tiny
 
 TRAINING = ForwardPass(1, 0, training=True)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_treats_each_feature_alone(name: str) -> None:
+    """Tensor parallelism cuts them: another order of features is that of the output. Its gradient is its slope."""
+    kind, generator = ACTIVATIONS[name], torch.Generator().manual_seed(6)
+    activation = kind.make(kernels.resolve(None, CPU, torch.float32))
+    x, to, dy = (torch.randn(5, n, 24, generator=generator) for n in (1 + kind.gated, 1 + kind.gated, 1))
+    y, order = activation(x.flatten(1)), torch.randperm(24, generator=generator)
+    assert y.shape == (5, 24)
+    torch.testing.assert_close(activation(x[..., order].flatten(1)), y[:, order], rtol=1e-6, atol=1e-7)
+    below, above = ((activation((x + by * to).flatten(1)) * dy[:, 0]).sum() for by in (-1e-2, 1e-2))
+    (activation(x.requires_grad_().flatten(1)) * dy[:, 0]).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close((x.grad * to).sum(), (above - below) / 2e-2, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_has_one_size_and_is_that_of_the_sum(name: str) -> None:
+    kind, generator = NORMS[name], torch.Generator().manual_seed(7)
+    norm, add_norm = kind.make(kernels.resolve(None, CPU, torch.float32))
+    x, residual, *parameters = (torch.randn(n, 24, generator=generator) for n in (5, 5, *[1] * (1 + kind.bias)))
+    rest = (*(p[0] for p in parameters), 1e-9)
+    torch.testing.assert_close(norm(8 * x, *rest), norm(x, *rest))
+    y, total = add_norm(x, residual, *rest)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(y, norm(total, *rest))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -28,17 +29,21 @@ from megalite.core.sharding import Layout, ParamSpec, Shard
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.runtime.checkpoint.load import load_checkpoint
 from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.options.cli import parse
+from tests.codecs import specs_of
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (30, 11), "b.weight": (40, 30), "c.bias": (30,)}
 STEPS, SCALE, WORLD = 4, 64.0, 3
 SPECS = ("int8", "topk:0.1", "powersgd:2")
+# So large that messages, and not their padding, are what counts.
+WIDE: dict[str, tuple[int, ...]] = {"a.weight": (60, 110), "b.weight": (200, 160), "c.bias": (60,)}
 Grads = dict[str, np.ndarray]
 
 
-def gradient(name: str, rank: int, step: int) -> np.ndarray:
-    return philox(5, name, rank, step).standard_normal(SHAPES[name], dtype=np.float32)
+def gradient(name: str, rank: int, step: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> np.ndarray:
+    return philox(5, name, rank, step).standard_normal(shapes[name], dtype=np.float32)
 
 
 def test_int8_rounds_to_even_and_keeps_zeros() -> None:
@@ -129,12 +134,14 @@ def test_every_codec_reads_its_argument_and_no_other() -> None:
             read_compression(wrong)
 
 
-def optimizer_of(ctx: ParallelContext, compress: str, zero: int) -> DistributedOptimizer:
+def optimizer_of(
+    ctx: ParallelContext, compress: str, zero: int, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> DistributedOptimizer:
     params = [
         ShardedParameter.empty(
             Shard(ParamSpec(name, shape), Layout(ctx.grid, ctx.rank)), torch.float32, CPU, adds_to_main_grad=True
         )
-        for name, shape in SHAPES.items()
+        for name, shape in shapes.items()
     ]
     for param in params:
         param.data.zero_()
@@ -307,3 +314,97 @@ def test_another_dp_continues_with_an_equal_part_of_the_sum(pool: WorkerPool, tm
         for part in range(3):
             np.testing.assert_allclose(three[name, f"residual_{part}"], whole / 3, rtol=1e-6)
     assert np.array_equal(three["b.weight", "powersgd_0"], saved["b.weight", "powersgd_0"])
+
+
+class Sum(NamedTuple):
+    """A step of one rank, flat; NaN where another rank has the sum.
+
+    Attributes:
+        given: its gradient, and what it had left before.
+        total: the sum over the ranks.
+        left: what it has left; None if its codec keeps nothing.
+        kept: bytes that the codec carries over to the next step.
+        sent: bytes that the rank has sent.
+    """
+
+    given: np.ndarray
+    total: np.ndarray
+    left: np.ndarray | None
+    kept: int
+    sent: int
+
+
+def one_sum(optimizer: DistributedOptimizer, rank: int, step: int) -> Sum:
+    (bucket,) = optimizer.buckets
+    assert bucket.codec is not None
+    left, given = bucket.codec.residual, torch.zeros(bucket.numel)
+    if left is not None:
+        given += left
+    optimizer.start_step(1, SCALE)
+    for param, start in zip(bucket.params, bucket.starts):
+        grad = torch.from_numpy(gradient(param.shard.spec.name, rank, step, WIDE))
+        given[start : start + grad.numel()] += grad.view(-1)
+        param.add_grad(grad * SCALE)
+    optimizer.finish_grads()
+    total = torch.full((bucket.numel,), torch.nan)
+    total[bucket.owned] = bucket.grad_share / SCALE
+    optimizer.step(0.0, torch.tensor(1.0))
+    kept = sum(state.flat.nbytes for state in optimizer.states() if state.summand is not None)
+    residual = None if left is None else left.numpy().copy()
+    return Sum(given.numpy(), total.numpy(), residual, kept, optimizer.grad_bytes_sent)
+
+
+def all_sums(rank: int, compress: str, zero: int) -> list[Sum]:
+    """By step. The last one is also that of an optimizer which has loaded what the first one has saved by then."""
+    ctx = ParallelContext.create(Grid.of(WORLD), CPU)
+    optimizer, resumed = (optimizer_of(ctx, compress, zero, WIDE) for _ in range(2))
+    out = [one_sum(optimizer, rank, step) for step in range(STEPS - 1)]
+    for saved, loaded in zip(optimizer.states(), resumed.states(), strict=True):
+        loaded.flat.copy_(saved.flat)
+    resumed.finish_load()
+    out += [one_sum(each, rank, STEPS - 1) for each in (optimizer, resumed)]
+    return out
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("name", CODECS)
+def test_whatever_a_codec_sends(pool: WorkerPool, name: str, zero: int) -> None:
+    """What it drops is left, or little and random; all ranks have one sum; it keeps and sends what it says."""
+    compress = specs_of(name)[0]
+    compression = read_compression(compress)
+    assert compression is not None
+    *steps, resumed = zip(*pool.run(WORLD, all_sums, compress, zero), strict=True)
+    numel, dropped, squares = len(steps[0][0].total), 0.0, 0.0
+    total = sum(math.prod(shape) for shape in WIDE.values())
+    grads = Gradients(total, numel, 0, [shape for shape in WIDE.values() if len(shape) == 2])
+    # A rank sends each other one its part and, without shares, gathers the sums uncompressed; lengths of parts round.
+    most = (WORLD - 1) * (numel // WORLD) * (1.02 * compression.element_bytes + (0 if zero else 4))
+    for ranks in steps:
+        totals = np.stack([rank.total for rank in ranks])
+        assert (np.isfinite(totals).sum(0) == (1 if zero else WORLD)).all()
+        summed = np.nanmin(totals, 0)
+        assert (np.nanmax(totals, 0) == summed).all(), "ranks have different sums"
+        given = np.sum([rank.given for rank in ranks], 0, dtype=np.float64)
+        if ranks[0].left is None:
+            lost = given - summed
+            assert np.linalg.norm(lost) < 0.25 * np.linalg.norm(given)
+            dropped, squares = dropped + float(np.vdot(lost, given)), squares + float(np.vdot(given, given))
+        else:
+            left = np.sum([rank.left for rank in ranks], 0, dtype=np.float64)
+            np.testing.assert_allclose(summed + left, given, atol=5e-5)
+        for rank in ranks:
+            assert 0 < rank.sent <= most
+            assert rank.kept == compression.memory(grads)[0]
+    # What is left out for good must not shorten the gradient.
+    assert abs(dropped) <= 0.005 * squares
+    for rank, again in zip(steps[-1], resumed, strict=True):
+        assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(rank[:2], again[:2])), "it forgets on resuming"
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_tells_arguments_apart(name: str) -> None:
+    read = [
+        parse(["--vocab-size", "90", "--mock-data", "--compress", s]).config.train.compression for s in specs_of(name)
+    ]
+    assert read == [read_compression(spec) for spec in specs_of(name)]
+    assert len({*read}) == len(read)

@@ -76,6 +76,8 @@ def train(rank: int, world: int, name: str, dtype: torch.dtype, zero: bool) -> t
     ctx = ParallelContext.create(Grid.of(world), CPU)
     cfg = OptimConfig(optimizer=name, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
     params, optimizer = optimizer_of(ctx, cfg, dtype, zero)
+    # A checkpoint fills the masters alone; the first update would hide stale weights.
+    assert all(torch.equal(param, value(n).to(dtype)) for n, param in params.items())
     norms = [one_step(params, optimizer, step, world, rank) for step in range(1, STEPS + 1)]
     states = [(s.name, s.role, s.shape, s.flat.clone(), s.slices, s.is_owner) for s in optimizer.states()]
     return {n: p.detach().clone() for n, p in params.items()}, norms, states

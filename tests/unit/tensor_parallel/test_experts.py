@@ -56,6 +56,23 @@ def test_renormalized_softmax_is_the_softmax_over_the_chosen() -> None:
     torch.testing.assert_close(plain.weights_TK, logits.softmax(-1).gather(1, best.indices))
 
 
+def test_recomputation_keeps_the_choice_and_the_counts() -> None:
+    """Rounding may turn near ties; here every token would choose other experts."""
+    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(4))
+    router, x_SBH = router_of(logits), torch.zeros(20, 2, 16)
+    remembers, recomputing = router.log.passes()
+    with remembers:
+        ids_TK = router.route(x_SBH, TRAINING).ids_TK
+    sums = router.log.by_layer()[0]
+    router.forward = lambda x: -logits  # type: ignore[method-assign]
+    with recomputing:
+        again = router.route(x_SBH, TRAINING)
+    assert torch.equal(again.ids_TK, ids_TK)
+    torch.testing.assert_close(again.weights_TK, (-logits).gather(1, ids_TK).softmax(-1))
+    assert torch.equal(router.log.by_layer()[0], sums)
+    assert not router.log.choices
+
+
 @pytest.mark.parametrize("weight", [None, 0.75], ids=["all tokens", "some are padding"])
 @pytest.mark.parametrize("by_sequence", [False, True])
 def test_losses_of_a_router(by_sequence: bool, weight: float | None) -> None:

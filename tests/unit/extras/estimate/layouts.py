@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from megalite.core.options.compression import CODECS
 from megalite.core.parts.ffn.experts.routing import Router
+from tests.codecs import specs_of
 from tests.parity import jobs
 from tests.parity.layouts import LAYOUTS, MODELS, VARIANTS
 
@@ -42,9 +44,7 @@ MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "loss-chunk": (8, 4, CUT, {"loss_chunk": 5}),
     "smoothing": (8, 4, CUT, {"label_smoothing": 0.1}),
     "bf16": (8, 4, CUT, {"precision": "bf16", "grad_reduce_dtype": "bf16"}),
-    "int8": (8, 4, CUT, {"compress": "int8"}),
-    "topk": (8, 4, CUT, {"compress": "topk:0.1"}),
-    "powersgd": (8, 4, CUT, {"compress": "powersgd:2"}),
+    **{name: (8, 4, CUT, {"compress": specs_of(name)[0]}) for name in CODECS},
     "gpipe": (8, 4, {**CUT, "schedule": "gpipe"}, {}),
     "naive": (8, 4, {**CUT, "schedule": "naive"}, {}),
     "eager": (8, 4, {"tp": 2, "pp": 4, "schedule": "1f1b-eager"}, {}),

@@ -16,13 +16,13 @@ from megalite.core.model.partition import layer_split, stage_layers
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.parallel import ParallelConfig
-from megalite.core.options.recompute import MODES
+from megalite.core.options.recompute import MODES, Extent
 from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.schedule import Placement
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.extras.plan.memory.stages import parameters_on_rank
+from megalite.extras.plan.memory.stages import parameters_on_rank, planned_block
 from megalite.extras.plan.report import dry_run_report
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
@@ -157,6 +157,24 @@ def test_a_layer_keeps_what_the_closed_form_says(arch: str, recompute: str, prec
     assert net_bytes(lambda: stage(x, batch, TRAINING)) == pytest.approx(block_activations(cfg, DENSE), abs=16 * 64)
 
 
+@pytest.mark.parametrize("recompute", MODES)
+def test_each_block_keeps_what_its_mode_says(recompute: str) -> None:
+    """Also the later ones, and none of them more than without recomputation."""
+    # A capped core keeps its scores; a fused one keeps little more than its input.
+    cfg = config("gemma2", {"num_layers": 7, "window": 8}, recompute=recompute, micro_batch_size=2)
+    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
+    stage.first = stage.last = False
+    jobs.init_parameters(stage, 1)
+    x, batch = torch.randn(32, 2, 64, requires_grad=True), MicroBatch.of_samples(torch.zeros(32, 2).long(), None)
+    stage(x, batch, TRAINING)  # rotary tables are made once
+    most = block_activations(cfg, DENSE, Extent.NOTHING)
+    for i, block in enumerate([*stage._blocks]):
+        stage._blocks = [block]
+        kept, planned = net_bytes(lambda: stage(x, batch, TRAINING)), block_activations(cfg, *planned_block(cfg, i))
+        assert kept == pytest.approx(planned, abs=16 * 64), f"block {i}"
+        assert kept <= most + 16 * 64
+
+
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3", "olmo2", "gpt_neox", "gemma2"])
 def test_a_split_backward_keeps_what_the_closed_form_says(arch: str) -> None:
     cfg = config(arch, {"num_layers": 2}, recompute="full", precision="bf16", micro_batch_size=2)
@@ -165,19 +183,23 @@ def test_a_split_backward_keeps_what_the_closed_form_says(arch: str) -> None:
     assert kept_until_w(cfg) == 2 * deferred_bytes(cfg, DENSE) - theirs
 
 
+@pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_whole_stage_keeps_layers_final_norm_and_logits(precision: str) -> None:
-    cfg = config("llama", {"seq_len": 256, "vocab_size": 2000}, precision=precision, global_batch_size=1)
+def test_a_whole_stage_keeps_layers_final_norm_and_logits(precision: str, recompute: str) -> None:
+    plain = config("llama", {"seq_len": 256, "vocab_size": 2000}, precision=precision, global_batch_size=1)
+    cfg = replace(plain, train=replace(plain.train, recompute=recompute))
     stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
     jobs.init_parameters(stage, 1)
     tokens = torch.randint(0, 2000, (256, 1))
     batch = MicroBatch.of_samples(tokens, tokens)
     stage(tokens, batch, TRAINING)
-    planned = memory_per_rank(cfg, Grid.of(1))[0]
+    planned, blocks = memory_per_rank(plain, Grid.of(1))[0], range(cfg.model.num_layers)
     assert planned.logits == 2000 * 256 * DTYPES[precision].itemsize
+    # The plan of a mode has what backward brings back, too.
+    left_out = sum(block_activations(plain, DENSE) - block_activations(cfg, *planned_block(cfg, i)) for i in blocks)
     # Token ids, masks and a few numbers a token are left out of the plan: 64 bytes of 10,000 a token.
     assert net_bytes(lambda: stage(tokens, batch, TRAINING)) == pytest.approx(
-        planned.activations + planned.logits, rel=0.01
+        planned.activations + planned.logits - left_out, rel=0.01
     )
 
 

@@ -1,0 +1,40 @@
+"""Every figure of the table of counters is of the step: no layout and no number of micro-batches changes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megalite.core.sums import COUNTERS
+from tests.parity import jobs
+from tests.parity.harness import assert_same, config, one_process, scaled, trained
+from tests.parity.models import MIXTRAL
+from tests.workers import WorkerPool
+
+# Every counter counts in it: experts, balanced by sequence, and modules that predict further tokens.
+MODEL = replace(MIXTRAL, mtp_num_layers=2)
+# What the layouts of a world have in common, and rows of (further layout, training options).
+ROWS: list[tuple[int, dict[str, Any], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
+    (1, {}, [({}, {"micro_batch_size": 8, "recompute": "full"})]),
+    (2, {}, [({"zero": 3}, {"micro_batch_size": 1})]),
+    (4, {"tp": 2, "ep": 2}, [({}, {"micro_batch_size": 1}), ({"sequence_parallel": False}, {"micro_batch_size": 2})]),
+    (4, {"pp": 2, "cp": 2}, [({"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2, "recompute": "full"})]),
+]
+
+
+def test_each_counts_and_has_names_of_its_own() -> None:
+    engine = jobs.start(0, jobs.make_config(MODEL), 1)
+    assert len(engine.counters) == len(COUNTERS), "one counts nothing in this model: give it what that one counts"
+    assert len({counter.name for counter in engine.counters}) == len(COUNTERS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
+def test_figures_are_those_of_one_process(pool: WorkerPool, row: Any) -> None:
+    world, common, rows = row
+    cfgs = [config(MODEL, 1, {**common, **layout}, **train) for layout, train in rows]
+    ranks = pool.run(world, trained, cfgs, world)
+    expected = one_process(scaled(jobs.make_config(MODEL, micro_batch_size=4)))
+    for i, cfg in enumerate(cfgs):
+        assert_same([rank[i] for rank in ranks], expected, f"{cfg.parallel} {cfg.train.micro_batch_size}")
