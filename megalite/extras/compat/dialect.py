@@ -11,6 +11,7 @@ from megalite.core.base.errors import UserError
 from megalite.extras.compat import megatron, megatron_defaults, trainer
 from megalite.extras.compat.accelerate import read_accelerate
 from megalite.extras.compat.deepspeed import read_deepspeed
+from megalite.extras.compat.foreign_files import recognize
 from megalite.extras.compat.refusals import accept
 from megalite.extras.compat.tool_file import resolve_batch_sizes
 from megalite.runtime.options.dialect import Dialect
@@ -75,6 +76,7 @@ DIALECT = Dialect(
     refines=megatron.REFINES,
     accept=accept,
     defaults=lambda flags, given: megatron_defaults.defaults(flags, given) | trainer.defaults(flags, given),
+    recognize=recognize,
     start=ToolStartOptions,
     read_files=read_tool_configs,
     about="Files of other tools come between --config and flags: --accelerate-config, then --deepspeed-config. "

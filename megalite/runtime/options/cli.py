@@ -182,6 +182,17 @@ def read_yaml(path: Path, dialect: Dialect = PLAIN) -> Layer:
     Raises:
         UserError: the file cannot be read, or does not have this form.
     """
+    try:
+        return _read_groups(path, dialect)
+    except UserError:
+        found = dialect.recognize(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+        if found is None:
+            raise
+        tool, remedy = found
+        raise UserError(f"--config {path}", f"is a configuration of {tool}", remedy) from None
+
+
+def _read_groups(path: Path, dialect: Dialect) -> Layer:
     layer: Layer = {}
     for group, options in read_mapping(path, f"--config {path}").items():
         if group not in GROUPS:

@@ -12,6 +12,7 @@ from megalite.runtime.options.fields import Layer, StartOptions
 Flag = tuple[str, list[str]]
 """A flag without its dashes, and the words after it."""
 Accept = Callable[[Sequence[Flag], Collection[str], Callable[[str], str]], list[Flag]]
+Recognize = Callable[[str], tuple[str, str] | None]
 Defaults = Callable[[Layer, Layer], Layer]
 ReadFiles = Callable[[StartOptions, Mapping[str, Any], Layer, int | None], tuple[list[Layer], int | None]]
 """Functions of a `Dialect`."""
@@ -51,6 +52,11 @@ def no_defaults(flags: Layer, given: Layer) -> Layer:
     return {}
 
 
+def recognize_nothing(text: str) -> tuple[str, str] | None:
+    """Return None."""
+    return None
+
+
 def read_no_files(
     start: StartOptions, lower: Mapping[str, Any], flags: Layer, world: int | None
 ) -> tuple[list[Layer], int | None]:
@@ -73,6 +79,8 @@ class Dialect:
             options, drops what has no meaning here, and raises UserError for all others.
         defaults: function of (flags, options that any source gives) that returns the lowest layer of a command in
             another tool's words: that tool's defaults.
+        recognize: function of the text of a `--config` that returns the tool that the file is of, and what to do
+            instead; None if it knows none.
         start: dataclass of the options of the group `start`.
         read_files: function of (`start`, all options without files of other tools and flags, flags, number of ranks as
             far as known) that returns the layers of other tools' files, lowest first, and the number of ranks.
@@ -87,6 +95,7 @@ class Dialect:
     refines: Mapping[str, str] = field(default_factory=dict)
     accept: Accept = refuse_unknown
     defaults: Defaults = no_defaults
+    recognize: Recognize = recognize_nothing
     start: type[StartOptions] = StartOptions
     read_files: ReadFiles = read_no_files
     about: str = ""
