@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests that need TRL, lm-eval or DeepSpeed, transformers 4, gcsfs, or torchao, each group in an environment of its own
+# The tests that need TRL, lm-eval, DeepSpeed or Accelerate, transformers 4, gcsfs, or torchao, each group in an environment of its own
 # (.venv-peers, .venv-transformers4, .venv-gcs, .venv-torchao) on top of the usual one: their requirements would change its
 # packages. Where they cannot be installed, the reason is printed. Arguments go to pytest.
 set -eu
@@ -50,6 +50,6 @@ if environment .venv-peers "trl>=1.16" "lm-eval[hf]>=0.4.13" "deepspeed>=0.19"; 
     export VIRTUAL_ENV=$PWD/.venv-peers
     export PATH=$VIRTUAL_ENV/bin:$PATH
     tests .venv-peers/bin/python tests/unit/test_trl.py tests/parity/test_lm_harness.py \
-        tests/unit/extras/compat/test_with_deepspeed.py
+        tests/unit/extras/compat/test_with_deepspeed.py tests/faults/test_launchers.py
 fi
 exit "${failed:-0}"
