@@ -123,16 +123,17 @@ def killed(
     pids = [job.pid(0) for job in jobs]
 
     def act(line: str) -> None:
+        hit.append(line)
         off.update(int(rank) for rank in re.findall(r"rank_0000(\d)\.safetensors", line))
         for rank in off:
             hosts[rank].power_off(pids[rank])
-        hit.append(line)
         done.set()
 
     half = rng.random() < 0.5 or place in MID_PART
     kind, skip = "call-before" if half else "call-after", rng.randrange(place[1])
     proxy.faults = [Fault(place[0], kind, 1, skip=skip, action=act), *others]
-    hosts[0].zygote.until(lambda: done.is_set() or all(job.ended() for job in jobs), END_S)
+    # Ranks may have ended while what they started is still being killed.
+    hosts[0].zygote.until(lambda: done.is_set() or (not hit and all(job.ended() for job in jobs)), END_S)
     proxy.faults = []
     for rank in {0, 1} - off:
         if hit and not jobs[rank].ended():

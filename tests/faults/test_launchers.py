@@ -19,8 +19,8 @@ RUN = [*MODEL, "--tp", "2", "--train-steps", "3", "--save-every", "0"]
 # {port} is free. The last two write --local-rank=N behind the script's own words.
 LAUNCHERS = {
     "torchrun": "{python} -m torch.distributed.run --nproc-per-node 4 --master-port {port} {script}",
-    "accelerate": "accelerate launch --multi_gpu --num_processes 4 --num_machines 1 --mixed_precision no --dynamo_backend no "
-    "--main_process_port {port} {script}",
+    "accelerate": "accelerate launch --multi_gpu --num_processes 4 --num_machines 1 --mixed_precision no "
+    "--dynamo_backend no --main_process_port {port} {script}",
     "mpirun": "mpirun --allow-run-as-root --oversubscribe -np 4 -x MASTER_ADDR -x MASTER_PORT {python} {script}",
     "torch.distributed.launch": "{python} -m torch.distributed.launch --nproc-per-node 4 --master-port {port} {script}",
     "deepspeed": "deepspeed --num_accelerators 4 --master_port {port} {script}",

@@ -17,7 +17,8 @@ class PartRules(Generic[Model, Step]):
 
     Attributes:
         options: frozen dataclass with the part's options of a model, which `ModelConfig` inherits, each with a default
-            and with its help text as a string under it; None: it has none.
+            and with its help text as a string under it; None: it has none. It needs no methods of dataclasses, which
+            take time to make.
         after: option of a model that they follow in --help and in config.yaml.
     """
 

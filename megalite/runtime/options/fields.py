@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import textwrap
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -75,9 +75,9 @@ def help_texts(cls: type) -> dict[str, str]:
 
 
 def _own_texts(cls: type) -> Iterator[tuple[str, str]]:
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(tree, ast.ClassDef)
-    for field, under in zip(tree.body, tree.body[1:]):
+    module = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
+    body = next(node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    for field, under in zip(body, body[1:]):
         if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant):
             yield ast.unparse(field.target), str(under.value.value)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionOptions(ModelShape):
     """What each layer attends to, and which layers have no rope."""
 

@@ -24,7 +24,7 @@ LINEAR_SIZES = {
 """Sizes of a gated delta net, and their defaults (Qwen3-Next)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class DeltaNetOptions(ModelShape):
     """Which layers are gated delta nets, and their sizes."""
 

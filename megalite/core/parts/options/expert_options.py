@@ -41,7 +41,7 @@ def choose_dispatch(m: ModelConfig, p: ParallelConfig) -> tuple[str, str]:
     return "allgather" if gathered < exchanged else "alltoall", words
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class ExpertOptions(ModelShape):
     """Experts, their router, and its losses."""
 

@@ -18,7 +18,7 @@ LATENT_SIZES = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 1
 """Sizes of a head that go with --kv-lora-rank, and their defaults (DeepSeek-V2)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class LatentOptions(ModelShape):
     """Sizes of latents, and of the parts of a head."""
 

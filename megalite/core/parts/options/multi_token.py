@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megalite.core.options.step import StepConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class MultiTokenOptions(ModelShape):
     """How many there are."""
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megalite.core.options.model import ModelConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class RopeOptions:
     """Frequencies of the rotation, and how much of a head is rotated."""
 
