@@ -43,7 +43,10 @@ def test_every_file_is_read(reads: tuple[str, ...]) -> None:
     tracked = subprocess.run(("git", "ls-files", "*.py"), cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode:
         pytest.skip("requires a git checkout")
-    assert {ROOT / name for name in tracked.stdout.split()} <= {ROOT / name for name in shown.stdout.split()}
+    files = {ROOT / name for name in tracked.stdout.split()}
+    if reads is MYPY_READS:  # which reads a stub in place of the file beside it
+        files = {stub if (stub := file.with_suffix(".pyi")).exists() else file for file in files}
+    assert files <= {ROOT / name for name in shown.stdout.split()}
 
 
 def test_what_no_reader_forgives() -> None:
