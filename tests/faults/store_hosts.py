@@ -43,6 +43,7 @@ PLACES = [
     (".", 60),
 ]
 # Answers whose content is checked; no checksum covers lists and sizes.
+DAMAGE = ("short", "corrupt")
 OBJECTS = r"GET .*\.(bin|idx|json|safetensors)$"
 
 
@@ -148,6 +149,14 @@ def killed(
     return hit[0] if hit else ""
 
 
+def drawn(broken: Sequence[str], rng: random.Random) -> list[Fault]:
+    """Draw what else happens to requests; one answer is damaged at most, as two running are taken for damaged data."""
+    kinds = [kind for kind in broken if rng.random() < 0.5]
+    faults = [Fault(".", kind, 2, skip=rng.randrange(60), seconds=0.5) for kind in kinds if kind not in DAMAGE]
+    damage = [kind for kind in kinds if kind in DAMAGE]
+    return faults + [Fault(OBJECTS, kind, 1, skip=rng.randrange(10)) for kind in damage[:1]]
+
+
 def kill_to_the_end(
     s3: S3, zygote: Zygote, folder: Path, rng: random.Random, kills: int, broken: Sequence[str] = ()
 ) -> list[str]:
@@ -181,14 +190,7 @@ def kill_to_the_end(
     with two_hosts(s3, folder) as (proxy, hosts):
         while len(hits) < kills:
             place = MID_PART[len(hits)] if len(hits) < 2 else rng.choice(PLACES)
-            # What is damaged twice running is taken for damaged in the store.
-            others = [
-                Fault(OBJECTS, kind, 1, skip=rng.randrange(10))
-                if kind in ("short", "corrupt")
-                else Fault(".", kind, 2, skip=rng.randrange(60), seconds=0.5)
-                for kind in broken
-                if rng.random() < 0.5
-            ]
+            others = drawn(broken, rng)
             # An end that nobody disturbed has saved all its steps.
             ended = killed(proxy, hosts, [*flags, "--train-steps", str(steps)], place, rng, others)
             hits += [ended] if ended else []
