@@ -91,11 +91,11 @@ def family_of(options: Mapping[str, Any]) -> str:
 def _check_groups(options: Mapping[str, Any]) -> None:
     """Refuse groups of experts whose score is another one there: the sum of the best topk / group-topk."""
     topk, best, groups = (options[f"moe_{name}"] for name in ("topk", "router_group_topk", "router_num_groups"))
-    ours = 2 if options["moe_router_score_function"] == "sigmoid" else 1
+    ours, theirs = 2 if options["moe_router_score_function"] == "sigmoid" else 1, topk // max(best, 1)
     require(
-        groups == 1 or topk // best == ours,
+        groups == 1 or best < 1 or theirs == ours,
         f"--moe-router-topk {topk} with --moe-router-group-topk {best}",
-        f"groups are chosen by their best {topk // best} there, and by their best {ours} here",
+        f"groups are chosen by their best {theirs} there, and by their best {ours} here",
         f"give --moe-router-topk {ours * best}, or name the model with --arch or --preset",
     )
 
