@@ -85,7 +85,7 @@ class ModelConfig(AllParts, ModelShape):
     def from_dict(cls, options: dict[str, Any]) -> ModelConfig:
         """Build the config from its `dataclasses.asdict`, read from a checkpoint; TypeError if malformed."""
         scaling = options.get("rope_scaling")
-        lists = {f.name: tuple(options.get(f.name, ())) for f in fields(cls) if isinstance(f.default, tuple)}
+        lists = {f.name: tuple(options.get(f.name, f.default)) for f in fields(cls) if isinstance(f.default, tuple)}
         return cls(**{**options, "rope_scaling": RopeScaling(**scaling) if scaling else None, **lists})
 
     @classmethod

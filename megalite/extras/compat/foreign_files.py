@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 # "name: value" of YAML, '"name": value' of JSON, "name = value" and "[name]" of TOML.
-_KEY = re.compile(r"""^[\s\[{"']*([A-Za-z_][\w.-]*)["']?\s*[:=\]]""", re.MULTILINE)
+_KEY = re.compile(r"""(?:^|[{,])[ \t\[{"']*([A-Za-z_][\w.-]*)["']?[ \t]*[:=\]]""", re.MULTILINE)
 _LIKE_FLAGS = "give its lines as flags, which are read by those names (docs/megatron.md)"
 _BY_HAND = "name the model with --preset or --init-from-hf, and give batch, length and rates as options (--help)"
 

@@ -278,7 +278,7 @@ def _exact_gelu(_: str, written: str, on: bool, options: Mapping[str, Any]) -> s
 
 def _dense_layers(_: str, written: str, pattern: str, options: Mapping[str, Any]) -> tuple[int, ...]:
     """Read N (every n-th layer has experts, from the first on) or a list of 0 and 1 in Python, such as [0]*3+[1]*58."""
-    layers = options["num_layers"]
+    layers = min(options["num_layers"], MAX_LAYERS)
     try:
         every = _read_list(ast.parse(pattern.strip("'\" "), mode="eval").body)
     except (ValueError, SyntaxError, RecursionError):

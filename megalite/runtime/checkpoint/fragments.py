@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,8 +13,8 @@ from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntr
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, num_bytes
 from megalite.runtime.places.place import Place, Save
 
-# A damaged answer of a store is asked for again.
-_READS = 3
+# A damaged answer of a store is asked for again, after a pause.
+_READS, _PAUSE_S = 3, 0.5
 
 
 class SavedBox(NamedTuple):
@@ -76,7 +77,8 @@ def read_fragment(place: Place, name: str) -> dict[str, Any] | None:
     Raises:
         BadCheckpoint: it is damaged, however often it is read.
     """
-    for _ in range(_READS):
+    for attempt in range(_READS):
+        time.sleep(_PAUSE_S if attempt else 0)
         if (data := place.read(name)) is None:
             return None
         if (fragment := parse_fragment(data)) is not None:

@@ -66,7 +66,9 @@ def upload_waiting(root: Path, url: str, ctx: ParallelContext, patience: float) 
             own = [part for part in mine.get(name, []) if senders[part.job["rank"]] == ctx.rank]
             agree_in_rounds(ctx, partial(_send, place, root, own), tell)
             commit = partial(_commit, place, name, root if 0 in senders else None)
-            agree_in_rounds(ctx, commit if ctx.rank == senders.get(0, 0) else lambda: None, tell)
+            lacks = agree_in_rounds(ctx, commit if ctx.rank == senders.get(0, 0) else lambda: "", tell)
+            if any(gather_texts(lacks, ctx.world, ctx.device)):
+                incomplete.append(name)
     for part in (part for parts in mine.values() for part in parts):
         part.close()
     return incomplete
@@ -123,32 +125,43 @@ def _send(place: StorePlace, root: Path, parts: list[Part]) -> None:
 
 
 def _is_there(place: StorePlace, part: Part) -> bool:
-    """Whether an earlier attempt has uploaded a part: its fragment comes last."""
+    """Whether an earlier attempt has uploaded a part, whole: its fragment comes last."""
     file = part.fragment["file"]
     try:
         is_whole = place.store.size(f"{part.name}/{file['name']}") == file["size"]
     except MissingObject:
         return False
-    return is_whole and place.exists(fragment_name(part.name, part.job["rank"]))
+    data = place.read(fragment_name(part.name, part.job["rank"])) if is_whole else None
+    return data is not None and parse_fragment(data) == part.fragment
 
 
-def _commit(place: StorePlace, name: str, root: Path | None) -> None:
+def _commit(place: StorePlace, name: str, root: Path | None) -> str:
     """Commit a save whose parts are all in the store, for the process that wrote them, unless another run came since.
 
     Args:
         root: the checkpoints folder of a host that has the part of rank 0, and so may have the run's newest files.
+
+    Returns:
+        What is damaged there, and keeps the save from being committed; "" if nothing is.
     """
     try:
         fragment = read_fragment(place, fragment_name(name, 0))
         if fragment is None:
             raise MissingObject(fragment_name(name, 0), "is not there any more")
         problems = commit_part(place, Part(_job_here(place, fragment["job"], root), -1, {}), 0.0)
-    except (TakenError, BadCheckpoint) as e:
+    except TakenError as e:
         logger.warning(f"{name} was not uploaded by an earlier process, and is given up: {e}")
-        return
+        return ""
+    except BadCheckpoint as e:
+        logger.warning(
+            f"{name} was not uploaded by an earlier process, and cannot be: {e}; what there is of it is kept until "
+            f"this run has saved a checkpoint"
+        )
+        return str(e)
     logger.info(f"uploaded {place.store.url}/{name}, which an earlier process had written")
     for problem in problems:
         logger.warning(f"{name} is uploaded, but {problem}")
+    return ""
 
 
 def _job_here(place: StorePlace, job: dict[str, Any], root: Path | None) -> dict[str, Any]:

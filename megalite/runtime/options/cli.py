@@ -185,7 +185,9 @@ def read_yaml(path: Path, dialect: Dialect = PLAIN) -> Layer:
     try:
         return _read_groups(path, dialect)
     except UserError:
-        found = dialect.recognize(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+        found = None
+        with contextlib.suppress(OSError):
+            found = dialect.recognize(path.read_text(encoding="utf-8", errors="replace"))
         if found is None:
             raise
         tool, remedy = found

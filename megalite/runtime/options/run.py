@@ -51,7 +51,7 @@ class RunConfig:
     max_minutes: float = 0.0
     """Save and end after the first step that begins this many minutes after training (not start-up) began; 0: never."""
     exit_interval: int = 0
-    """Save and end after every step that this divides; schedules go on to --train-steps. 0: never."""
+    """Save and end after every step whose number is a multiple of this; schedules go on to --train-steps. 0: never."""
     save_errors: Literal["stop", "warn"] = "stop"
     """Whether a failed save stops the run or only logs a warning."""
     check_replicas: bool = True

@@ -220,6 +220,25 @@ def test_a_part_that_is_short_in_the_store_is_sent_again(pool: WorkerPool, url: 
     assert store.read(f"{name}/{PARTS[3]}") == whole
 
 
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_fragment_that_is_damaged_in_the_store(pool: WorkerPool, url: str, disks: list[str], has_it: bool) -> None:
+    """Who has the part sends it again; while its host is away, the parts of the others stay."""
+    store = Store(f"{url}/checkpoints")
+    pool.run(2, _save_without_an_owner, url, disks, False)
+    (name,) = (name.rstrip("/") for name in store.names() if name.startswith("step_00000004"))
+    whole = store.read(f"{name}/{PARTS[2]}")
+    store.write(f"{name}/{PARTS[2]}", whole.replace(b'"size"', b'"sizf"'))
+    away = Path(f"{disks[1]}_away")
+    if not has_it:
+        Path(disks[1]).rename(away)
+        assert pool.run(2, _start, url, disks) == [2, 2]
+        assert waiting(disks) == PARTS[:2]
+        shutil.rmtree(disks[1])
+        away.rename(disks[1])
+    assert pool.run(2, _start, url, disks) == [4, 4]
+    assert waiting(disks) == []
+
+
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_part_that_is_nowhere(pool: WorkerPool, url: str, disks: list[str], saves: bool) -> None:
     """Started on the wrong hosts, the run continues from the checkpoint before; the rest waits until it saves one."""

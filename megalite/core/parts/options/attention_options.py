@@ -65,7 +65,6 @@ class AttentionRules(PartRules["ModelConfig", "StepConfig"]):
     def check_model(self, m: ModelConfig) -> None:
         in_range(m, "attention_chunk_size attention_temperature_floor", 1, 2**30)
         in_range(m, "window", 1, 2**30)
-        in_range(m, "window_pattern", 0, MAX_LAYERS)
         in_range(m, "no_rope_freq", 0, MAX_LAYERS)
         in_range(m, "attention_temperature", 0, 100)
         freq, chunk = f"--no-rope-freq {m.no_rope_freq}", m.attention_chunk_size is not None
@@ -109,6 +108,7 @@ def _read_layer_types(m: ModelConfig) -> tuple[tuple[str, ...], int]:
     Raises:
         UserError: not one of the types, too many, or no window for them.
     """
+    in_range(m, "window_pattern", 0, MAX_LAYERS)
     given, pattern = m.layer_types, m.window_pattern
     if not given:
         return (), pattern
