@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,12 @@ def read_tool_configs(
     return layers, world
 
 
+def tool_defaults(flags: Layer, computed: Collection[str], given: Layer, world: int) -> Layer:
+    """Return the defaults of the tool in whose words a command is; Megatron-LM's, if it is in those of both."""
+    asked = (flags, computed, given, world)
+    return megatron_defaults.defaults(*asked) or trainer.defaults(*asked)
+
+
 DIALECT = Dialect(
     renamed=megatron.RENAMED | trainer.RENAMED | {"strategy": "layout"},
     switches=megatron.SWITCHES | trainer.SWITCHES,
@@ -75,7 +81,7 @@ DIALECT = Dialect(
     implied=megatron.IMPLIED,
     refines=megatron.REFINES,
     accept=accept,
-    defaults=lambda flags, given: megatron_defaults.defaults(flags, given) | trainer.defaults(flags, given),
+    defaults=tool_defaults,
     recognize=recognize,
     start=ToolStartOptions,
     read_files=read_tool_configs,

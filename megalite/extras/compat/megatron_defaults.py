@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megalite.core.base.errors import require
@@ -31,6 +31,7 @@ TRAINED: dict[str, Any] = {
     "lr_decay": "linear",
     "weight_decay": 0.01,
     "beta2": 0.999,
+    "split": "969,30,1",
 }
 """Our option -> their default, where it differs and changes what is trained. GELU is fused with the bias: tanh's."""
 
@@ -46,23 +47,32 @@ KEPT: dict[str, Any] = {
 """Our option -> their default, where it differs and changes nothing of what is trained: ours holds."""
 
 
-def defaults(flags: Layer, given: Layer) -> Layer:
+def defaults(flags: Layer, computed: Collection[str], given: Layer, world: int) -> Layer:
     """Return Megatron-LM's defaults for a command in its words that names no family, and log them; else nothing.
 
     Args:
         flags: options of the command line.
+        computed: flags of the command line from which options are computed.
         given: options that any source gives.
+        world: number of ranks; 0: the layout is not known.
     """
     words = [option.source for option in flags.values() if option.source in SIZE_FLAGS]
-    if not words or "arch" in given:
+    if not words or {"arch", "init_from_hf"} & given.keys():
         return {}
     model = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
-    options = {**TRAINED, **_swiglu_width(given)}
+    options = {**TRAINED, **_swiglu_width(given), **one_pass(computed, given, world)}
+    if "qk-layernorm" in computed:
+        model["qk_norm"] = "head"
+    if "valid_data" in given:
+        del options["split"]
     _check_groups({**model, **{name: option.value for name, option in given.items()}})
     if "mlp_bias" in given and not given["mlp_bias"].value:
         options["activation"] = "gelu"  # without a bias there is no fusion with it
-    if "optimizer" in given and given["optimizer"].value == "lion":
+    optimizer = given["optimizer"].value if "optimizer" in given else ""
+    if optimizer == "lion":
         del options["beta2"]
+    if optimizer == "muon":
+        options["muon_momentum"] = 0.9
     options["arch"] = family_of({**model, **options, **{name: option.value for name, option in given.items()}})
     taken = " ".join(_flag(name, value) for name, value in options.items() if name not in given)
     ours = {f.name: f.default for cls in GROUPS.values() for f in dataclasses.fields(cls)}
@@ -74,7 +84,18 @@ def defaults(flags: Layer, given: Layer) -> Layer:
     differs = f"; not as there, and without effect on the weights: {', '.join(kept)}" if kept else ""
     logger.info(f"{words[0]} without --arch or --preset: as in Megatron-LM, {taken}{differs}")
     written = f"Megatron-LM's default (for {words[0]} without --arch)"
+    model.pop("qk_norm")  # which the computed flag sets
     return {name: OptionValue(value, written) for name, value in {**model, **options}.items()}
+
+
+def one_pass(computed: Collection[str], given: Layer, world: int) -> dict[str, int]:
+    """Return the batch of a command that gives none: one pass per step, as in Megatron-LM and the Trainer."""
+    batches = {"gradient-accumulation-steps", "rampup-batch-size", "step-batch-size-schedule"}
+    if not world or batches & {*computed} or {"global_batch_size", "batch_size_schedule"} & given.keys():
+        return {}
+    sizes = {name: given[name].value if name in given else 1 for name in ("micro_batch_size", "tp", "pp", "cp")}
+    dp = max(world // max(sizes["tp"] * sizes["pp"] * sizes["cp"], 1), 1)
+    return {"global_batch_size": sizes["micro_batch_size"] * dp}
 
 
 def family_of(options: Mapping[str, Any]) -> str:

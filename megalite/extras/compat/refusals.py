@@ -256,11 +256,10 @@ def accept(flags: Sequence[Flag], known: Collection[str], hint: Callable[[str], 
         UserError: some flags are no options. One line for a single flag; for several, a line that counts them, a line
             for each that matters, and one that names those without effect.
     """
-    flags = trainer.rewrite(flags)
+    flags, mistakes = trainer.rewrite(flags)
     options: list[Flag] = []
     given = {" ".join([f"--{flag}", *words]) for flag, words in flags}
     names = {flag for flag, _ in flags}
-    mistakes: dict[str, str] = {}
     harmless: dict[str, str] = {}
     for flag, words in flags:
         written = " ".join([f"--{flag}", *words])
@@ -272,6 +271,10 @@ def accept(flags: Sequence[Flag], known: Collection[str], hint: Callable[[str], 
             continue
         if flag == "multi-latent-attention" and "qk-layernorm" not in names:
             mistakes[f"--{flag}"] = f"{written}: latents are always normalized here; give --qk-layernorm with it"
+            continue
+        if flag == "optimizer" and words == ["dist_muon"] and "muon-extra-scale-factor" not in names:
+            why = "updates have 0.2 times the size that they have there without --muon-extra-scale-factor"
+            mistakes[f"--{flag}"] = f"{written}: {why}; give it as 0.2, with a --lr for it, or --optimizer muon"
             continue
         if row is not None and not row.instead:
             harmless[f"--{flag}"] = f"{written}: {row.why}; drop it, or give --{IGNORE}"

@@ -7,11 +7,12 @@ the name that it has here (see `megalite.extras.compat.refusals`). docs/megatron
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
+from megalite.extras.compat.megatron_defaults import one_pass
 from megalite.runtime.options.dialect import ComputedOption, Flag
 from megalite.runtime.options.fields import Layer, OptionValue
 
@@ -95,58 +96,78 @@ FLAGS = frozenset({*RENAMED, *COMPUTED, *SWITCHES, "fsdp"})
 """All that are read."""
 
 
-def rewrite(flags: Sequence[Flag]) -> list[Flag]:
-    """Write out what their words mean together: one pass per step where none are given, `--x True`, `--fsdp`.
+def rewrite(flags: Sequence[Flag]) -> tuple[list[Flag], dict[str, str]]:
+    """Write out `--x True` and `--fsdp`.
 
-    Raises:
-        UserError: a word means something else here.
+    Returns:
+        The flags, and for those whose words mean something else here, what to do.
     """
     names = {flag for flag, _ in flags}
     if not names & FLAGS:
-        return list(flags)
+        return list(flags), {}
     rewritten: list[Flag] = []
+    mistakes: dict[str, str] = {}
     for flag, words in flags:
-        if flag in _BOOLEANS and [word.lower() for word in words] in (["true"], ["false"]):
-            rewritten += [(flag, [])] if words[0].lower() == "true" else []
-        elif flag == "eval-steps":
-            rule = "is an interval in the Trainer's words, and a number of batches here"
-            raise UserError(f"--eval-steps {' '.join(words)}", rule, "give --eval-every for the interval")
+        text = " ".join(words)
+        if flag in _BOOLEANS and text.lower() in ("true", "false"):
+            rewritten += [(flag, [])] if text.lower() == "true" else []
+        elif other := _means_otherwise(flag, text, names):
+            mistakes[f"--{flag}"] = f"--{flag} {text}: {other}"
         elif flag == "fsdp":
-            rewritten += _sharding(words)
+            rewritten += _sharding(text) or []
         else:
             rewritten.append((flag, words))
-    if names & {"per-device-train-batch-size", "per-gpu-train-batch-size"} and not names & {
-        "gradient-accumulation-steps",
-        "global-batch-size",
-        "batch-size-schedule",
-    }:
-        rewritten.append(("gradient-accumulation-steps", ["1"]))
-    return rewritten
+    return rewritten, mistakes
 
 
-def _sharding(words: Sequence[str]) -> list[Flag]:
-    """Return the flags of a word of `--fsdp`; units of wrapping are always the blocks."""
-    given = [word for text in words for word in text.split() if word != "auto_wrap"]
+def _means_otherwise(flag: str, text: str, names: Set[str]) -> str:
+    """Say what a flag of the Trainer does there and what to give here; "" where it is the same."""
+    warms_up = bool(names & {"warmup-steps", "warmup-ratio"})
+    if flag == "eval-steps":
+        return "is an interval in the Trainer's words, and a number of batches here; give --eval-every for the interval"
+    if flag == "optim" and text == "sgd":
+        return "has no momentum in the Trainer; give --optimizer sgd, and its momentum as --beta1"
+    if flag == "lr-scheduler-type" and text == "constant" and warms_up:
+        return "has no warm-up in the Trainer; drop that, or give constant_with_warmup"
+    if flag == "lr-scheduler-type" and text == "inverse_sqrt" and not warms_up:
+        return "falls over 10,000 steps in the Trainer, here over the warm-up; give --warmup-steps"
+    if flag == "gradient-accumulation-steps" and names & {"layout", "strategy"}:
+        return "follows from the layout that is chosen; give --global-batch-size"
+    if flag == "fsdp" and _sharding(text) is None:
+        return f"must be one of {', '.join(_FSDP)}, with auto_wrap or offload; give --zero, and see docs/coming_from.md"
+    return ""
+
+
+def _sharding(text: str) -> list[Flag] | None:
+    """Return the flags of a word of `--fsdp`; units of wrapping are always the blocks. None: it is none of them."""
+    given = [word for word in text.split() if word != "auto_wrap"]
+    if not given:
+        return []
     sharding = [word for word in given if word in _FSDP]
     if len(sharding) != 1 or set(given) - {*sharding, "offload"}:
-        rule = f"must be one of {', '.join(_FSDP)}, with auto_wrap or offload"
-        raise UserError(f"--fsdp {' '.join(words)}", rule, "give --zero, and see docs/coming_from.md")
+        return None
     options = _FSDP[sharding[0]] | ({"offload": "optimizer+params"} if "offload" in given else {})
     return [(name.replace("_", "-"), [str(value)]) for name, value in options.items()]
 
 
-def defaults(flags: Layer, given: Layer) -> Layer:
+def defaults(flags: Layer, computed: Collection[str], given: Layer, world: int) -> Layer:
     """Return the Trainer's defaults for a command in its words, and log them; else nothing.
 
     Args:
         flags: options of the command line.
+        computed: flags of the command line from which options are computed.
         given: options that any source gives.
+        world: number of ranks; 0: the layout is not known.
     """
-    words = [option.source for option in flags.values() if option.source.removeprefix("--") in RENAMED]
+    sources = [option.source.removeprefix("--") for option in flags.values()]
+    words = [word for word in (*sources, *computed) if word in FLAGS]
     options = {name: value for name, value in TRAINED.items() if name not in given}
+    if words and "micro_batch_size" in given:
+        options |= one_pass(computed, given, world)
     if not words or not options:
         return {}
     taken = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
-    differs = "--seed 1234 (there 42); a step has the learning rate that the next one has there"
-    logger.info(f"{words[0]}: as in the Hugging Face Trainer, {taken}; not as there, {differs}")
-    return {name: OptionValue(value, f"the Trainer's default (for {words[0]})") for name, value in options.items()}
+    seed = "" if "seed" in given else "--seed 1234 (there 42); "
+    differs = f"{seed}step N has the learning rate that step N + 1 has there"
+    logger.info(f"--{words[0]}: as in the Hugging Face Trainer, {taken}; not as there, {differs}")
+    return {name: OptionValue(value, f"the Trainer's default (for --{words[0]})") for name, value in options.items()}

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
     from megalite.runtime.options import cli
     from megalite.runtime.start.inputs import with_vocab_size
 
-    parsed = cli.parse(flags, read_model=hf_model_config, dialect=DIALECT)
+    parsed = cli.parse(flags, read_model=hf_model_config, world=args.world, dialect=DIALECT)
     if parsed.layout is not None:
         rule = "an estimate is for one layout"
         raise UserError("--layout auto", rule, "choose one with `megalite plan`, and give its flags")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,9 @@ def _planned(
     args, asked = parser.parse_known_args(argv)
     if not any(word.split("=")[0] in ("--precision", "--config", "--bf16", "--fp16") for word in asked):
         asked += ["--precision", "bf16"]
-    parsed = cli.parse([*asked, *(("--layout", "auto") if searches else ())], dialect=DIALECT)
+    gpus = re.search(r":(\d+)", args.cluster)
+    auto = ("--layout", "auto") if searches else ()
+    parsed = cli.parse([*asked, *auto], world=int(gpus[1]) if gpus else None, dialect=DIALECT)
     cfg = parsed.config
     if cfg.model.vocab_size is None:
         raise UserError("no vocabulary size", "the plan requires it", "give --preset or --vocab-size")

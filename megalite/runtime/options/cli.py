@@ -87,11 +87,13 @@ def parse(
     # A file that holds every option has null.
     if read_model is not None and folder is not None and folder.value is not None:
         layers.insert(0, _folder_layer(folder, _values(layers)["cache_dir"], read_model))
-    layers.insert(0, dialect.defaults(flags, _merge(layers)))
-    layers.insert(0, _family_layer(layers))
     if world is None and not (start.print_config or start.dry_run):
         world = 1
-    layers[-1:-1], world = dialect.read_files(start, _values(layers[:-1]), flags, world)
+    lower = _values([_family_layer(layers), *layers[:-1]])
+    layers[-1:-1], world = dialect.read_files(start, lower, flags, world)
+    ranks = (world or 1) if start.layout is None else 0
+    layers.insert(0, dialect.defaults(flags, computed.keys(), _merge(layers), ranks))
+    layers.insert(0, _family_layer(layers))
     if start.layout is not None:  # a flag, and so above what files say
         layers = [*_without_layout(layers[:-1]), flags]
     for flag, (name, hint, compute) in dialect.computed.items():

@@ -13,7 +13,7 @@ Flag = tuple[str, list[str]]
 """A flag without its dashes, and the words after it."""
 Accept = Callable[[Sequence[Flag], Collection[str], Callable[[str], str]], list[Flag]]
 Recognize = Callable[[str], tuple[str, str] | None]
-Defaults = Callable[[Layer, Layer], Layer]
+Defaults = Callable[[Layer, Collection[str], Layer, int], Layer]
 ReadFiles = Callable[[StartOptions, Mapping[str, Any], Layer, int | None], tuple[list[Layer], int | None]]
 """Functions of a `Dialect`."""
 
@@ -47,7 +47,7 @@ def refuse_unknown(flags: Sequence[Flag], known: Collection[str], hint: Callable
     return list(flags)
 
 
-def no_defaults(flags: Layer, given: Layer) -> Layer:
+def no_defaults(flags: Layer, computed: Collection[str], given: Layer, world: int) -> Layer:
     """Return no layer."""
     return {}
 
@@ -77,8 +77,9 @@ class Dialect:
         refines: specific flag -> the general one that it overrides, in either order; both with dashes.
         accept: function of (flags, flags that are options, remedy for an unknown flag) that returns those that are
             options, drops what has no meaning here, and raises UserError for all others.
-        defaults: function of (flags, options that any source gives) that returns the lowest layer of a command in
-            another tool's words: that tool's defaults.
+        defaults: function of (flags, flags of `computed` that are given, options that any source gives, number of
+            ranks, or 0 where `--layout auto` divides them) that returns the lowest layer of a command in another tool's
+            words: that tool's defaults.
         recognize: function of the text of a `--config` that returns the tool that the file is of, and what to do
             instead; None if it knows none.
         start: dataclass of the options of the group `start`.

@@ -145,7 +145,8 @@ def test_switch_sets_what_it_says(theirs: str) -> None:
     ],
 )
 def test_values_as_they_spell_them(flag: str, theirs: str, option: str, value: Any) -> None:
-    assert values(config(f"--{flag}", theirs))[option] == value
+    scale = ("--muon-extra-scale-factor", "0.2") if theirs == "dist_muon" else ()
+    assert values(config(f"--{flag}", theirs, *scale))[option] == value
 
 
 @pytest.mark.parametrize(
@@ -268,6 +269,7 @@ def test_batch_size_schedule_in_tokens() -> None:
         ("--experimental-attention-variant gated_delta_net", "gated_delta_net is the only variant here; give it with"),
         ("--linear-attention-freq 4 --experimental-attention-variant dsa", "gated_delta_net is the only variant here"),
         ("--multi-latent-attention --kv-lora-rank 512", "--multi-latent-attention: latents are always normalized here"),
+        ("--optimizer dist_muon --tp 2", "--optimizer dist_muon: updates have 0.2 times the size"),
         (
             "--num-attention-heads 4 --qk-layernorm",
             "--qk-layernorm with --norm layernorm: queries and keys have RMSNorm",
@@ -612,7 +614,8 @@ TODAY = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "tie_emb
         # A size in their words, and nothing of a family: their defaults.
         (
             "--num-attention-heads 4",
-            megatron_defaults.TRAINED | {"arch": "gpt2", "ffn_hidden_size": 1024, "num_kv_heads": 4, "zero": 1},
+            megatron_defaults.TRAINED
+            | {"arch": "gpt2", "ffn_hidden_size": 1024, "num_kv_heads": 4, "zero": 1, "global_batch_size": 1},
         ),
         (
             "--seq-length 128 --hidden-dropout 0 --adam-beta2 0.95",
@@ -626,6 +629,20 @@ TODAY = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "tie_emb
         ("--seq-length 128 --swiglu --ffn-hidden-size 100", {"ffn_hidden_size": 100}),
         ("--seq-length 128 --position-embedding-type rope", {"arch": "gpt_neox", "parallel_residual": False}),
         ("--num-attention-heads 4 --optimizer lion", {"beta2": 0.95}),
+        (
+            "--num-attention-heads 4 --optimizer muon --micro-batch-size 2",
+            {"muon_momentum": 0.9, "global_batch_size": 2},
+        ),
+        (
+            "--seq-length 64 --rampup-batch-size 2 2 8 --global-batch-size 4",
+            {"global_batch_size": 4, "lr_by": "samples"},
+        ),
+        ("--seq-length 64 --valid-data P --data Q", {"split": "99,1,0", "position": "learned"}),
+        (
+            "--seq-length 64 --normalization RMSNorm --swiglu --use-rotary-position-embeddings --disable-bias-linear "
+            "--qk-layernorm",
+            {"arch": "qwen3", "qk_norm": "head"},
+        ),
         ("--num-attention-heads 4 --no-bias-gelu-fusion", {"activation": "gelu"}),
         ("--num-attention-heads 4 --disable-bias-linear", {"activation": "gelu", "mlp_bias": False}),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,10 +78,25 @@ def test_a_script_trains_as_it_does_there(scheduler: str) -> None:
         ("--fsdp full_shard auto_wrap", 1, {"zero": 3, "zero_keep": "none"}),
         ("--fsdp shard_grad_op", 1, {"zero": 3, "zero_keep": "backward"}),
         ("--fsdp full_shard offload", 1, {"zero": 3, "offload": "optimizer+params"}),
+        ("--max-steps 9 --gradient-accumulation-steps 3 --rampup-batch-size 2 2 8 --global-batch-size 4", 1, None),
+        (
+            "--per-device-train-batch-size 2 --rampup-batch-size 2 2 8 --global-batch-size 4",
+            2,
+            {"global_batch_size": 4},
+        ),
+        ("--per-device-train-batch-size 2 --layout auto", 8, {"global_batch_size": 8}),
+        ("--gradient-checkpointing --warmup-ratio 0.1", 1, TRAINED),
+        # In the words of both, Megatron-LM's hold.
+        ("--num-attention-heads 4 --learning-rate 1e-4", 1, {"lr": 1e-4, "weight_decay": 0.01, "position": "learned"}),
+        ("--lr_scheduler_type inverse_sqrt --warmup_steps 5", 1, {"lr_decay": "inverse-square-root"}),
         ("--lr 1e-3", 1, {"lr": 1e-3, "weight_decay": 0.1, "beta2": 0.95}),
     ],
 )
-def test_what_their_words_become(argv: str, world: int, expected: dict[str, Any]) -> None:
+def test_what_their_words_become(argv: str, world: int, expected: dict[str, Any] | None) -> None:
+    if expected is None:
+        with pytest.raises(UserError, match="conflicts with it|must be the largest"):
+            values(argv, world)
+        return
     ours = values(argv, world)
     assert {name: ours[name] for name in expected} == expected
 
@@ -92,6 +108,11 @@ def test_what_their_words_become(argv: str, world: int, expected: dict[str, Any]
         ("--fsdp full_shard shard_grad_op", "--fsdp full_shard shard_grad_op: must be one of full_shard, "),
         ("--gradient-accumulation-steps 0", "--gradient-accumulation-steps 0: must be at least 1"),
         ("--warmup-ratio 2", "--warmup-ratio 2: must be between 0 and 1"),
+        ("--max-steps 9 --optim sgd", "--optim sgd: has no momentum in the Trainer"),
+        ("--lr_scheduler_type constant --warmup_steps 5", "has no warm-up in the Trainer"),
+        ("--lr_scheduler_type inverse_sqrt", "falls over 10,000 steps in the Trainer"),
+        ("--gradient-accumulation-steps 4 --layout auto", "follows from the layout that is chosen"),
+        ("--eval_steps 5 --max_steps 9 --report_to wandb", "2 flags: must be changed"),
         ("--optim galore_adamw", "--optim galore_adamw: must be one of"),
         ("--num-train-epochs 3", "give --train-steps, which is epochs x samples"),
     ],
@@ -100,6 +121,21 @@ def test_what_cannot_be_meant_is_refused(argv: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         values(argv)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "flags"),
+    [
+        ("--config", "train:\n  global_batch_size: 256\n", ""),
+        ("--deepspeed-config", '{"train_batch_size": 256}', ""),
+        ("--deepspeed-config", '{"gradient_accumulation_steps": 16}', "--micro-batch-size 2"),
+    ],
+)
+def test_a_batch_of_a_file_is_not_replaced(tmp_path: Path, name: str, text: str, flags: str) -> None:
+    (tmp_path / "file").write_text(text)
+    expected = values(f"{flags} {name} {tmp_path / 'file'}", 8)["global_batch_size"]
+    words = f"--per-device-train-batch-size 2 {name} {tmp_path / 'file'}"
+    assert values(words, 8)["global_batch_size"] == expected == 256
 
 
 def test_every_name_is_an_option_of_theirs() -> None:
