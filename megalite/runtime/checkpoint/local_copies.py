@@ -67,7 +67,7 @@ def fetch(store: Store, name: str, into: Path, alone: bool = False) -> Path:
         if _is_whole(folder):
             return folder
         for other in into.iterdir():
-            if other.is_dir() and (alone or other == folder or other.name.startswith(".part_")):
+            if other.is_dir() and other != folder and (alone or other.name.startswith(".part_")):
                 shutil.rmtree(other)
         part.mkdir()
         sizes = {n: size for n, size in store.names(name).items() if not n.endswith("/")}
@@ -78,18 +78,32 @@ def fetch(store: Store, name: str, into: Path, alone: bool = False) -> Path:
             if _is_whole(part):
                 break
         (part / SOURCE).write_text(json.dumps({"url": join(store.url, name), "files": sizes}))
+        if folder.exists():
+            # What is damaged in the store comes again as it was; others may be reading the copy.
+            if all(_sha256(part / n) == _sha256(folder / n) for n in (MANIFEST, COMMIT)):
+                shutil.rmtree(part)
+                return folder
+            shutil.rmtree(folder)
         os.rename(part, folder)
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether the manifest is the committed one: of a copy that is not, the reader would say so at every start."""
+def _sha256(path: Path) -> str:
+    """Return the SHA-256 of a file; "" if there is none."""
     digest = hashlib.sha256()
     try:
-        with (folder / MANIFEST).open("rb") as f:
+        with path.open("rb") as f:
             while chunk := f.read(BLOCK):
                 digest.update(chunk)
-        return (folder / COMMIT).read_bytes() == digest.hexdigest().encode() + b"\n"
+    except FileNotFoundError:
+        return ""
+    return digest.hexdigest()
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the manifest is the committed one: of a copy that is not, the reader would say so at every start."""
+    try:
+        return (folder / COMMIT).read_bytes() == _sha256(folder / MANIFEST).encode() + b"\n"
     except FileNotFoundError:
         return False
 

@@ -538,6 +538,8 @@ def test_a_manifest_that_is_damaged_on_its_way_is_downloaded_again(
     proxy.faults = [Fault("GET .*/manifest.json", "corrupt")]
     with pytest.raises(BadCheckpoint, match="differs from the one in COMMIT"):
         read_manifest(local_copies.fetch(Store(url), part.name, tmp_path / "elsewhere"))
+    here = (tmp_path / "elsewhere" / part.name).stat().st_ino
+    assert local_copies.fetch(Store(url), part.name, tmp_path / "elsewhere").stat().st_ino == here
     proxy.faults = []
     assert remote_manifest(local_copies.fetch(Store(url), part.name, tmp_path / "elsewhere")).files
 
