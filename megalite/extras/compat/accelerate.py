@@ -51,7 +51,7 @@ samples are shared by --cp -> use parallelism_config_cp_size, or --cp
 
 _BLOCKS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
 
-_STRATEGIES: dict[str, dict[str, Any]] = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"zero": 3},
     "SHARD_GRAD_OP": {"zero": 3, "zero_keep": "backward"},
     "NO_SHARD": {"zero": 0},
@@ -125,12 +125,12 @@ def _fsdp(file: ToolFile) -> None:
         if given is None:
             continue
         strategy = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(str(given).upper(), str(given).upper())
-        numbered = dict(zip("12345", _STRATEGIES))
+        numbered = dict(zip("12345", STRATEGIES))
         strategy = numbered.get(strategy, strategy)
-        if strategy not in _STRATEGIES:
-            file.refuse(name, given, f"must be one of {', '.join(_STRATEGIES)}", "choose one of these")
+        if strategy not in STRATEGIES:
+            file.refuse(name, given, f"must be one of {', '.join(STRATEGIES)}", "choose one of these")
             continue
-        key, options = name, _STRATEGIES[strategy]
+        key, options = name, STRATEGIES[strategy]
     for option, value in options.items():
         file.set(option, value, key)
     if file.pop("fsdp_config.fsdp_offload_params"):

@@ -11,6 +11,7 @@ from megalite.core.base.log import logger
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.names import dashed
 from megalite.extras.compat.megatron import RENAMED
+from megalite.extras.compat.tool_file import data_ranks
 from megalite.runtime.options.fields import GROUPS, TYPES, Layer, OptionValue
 
 _SIZES = {"num_heads", "num_kv_heads", "head_dim", "seq_len", "qk_nope_head_dim", "qk_rope_head_dim"}
@@ -74,10 +75,10 @@ def defaults(flags: Layer, computed: Collection[str], given: Layer, world: int) 
     if optimizer == "muon":
         options["muon_momentum"] = 0.9
     options["arch"] = family_of({**model, **options, **{name: option.value for name, option in given.items()}})
-    taken = " ".join(_flag(name, value) for name, value in options.items() if name not in given)
+    taken = " ".join(as_flag(name, value) for name, value in options.items() if name not in given)
     ours = {f.name: f.default for cls in GROUPS.values() for f in dataclasses.fields(cls)}
     kept = [
-        f"{_flag(name, ours[name])} (there {theirs if TYPES[name] is not bool else 'off'})"
+        f"{as_flag(name, ours[name])} (there {theirs if TYPES[name] is not bool else 'off'})"
         for name, theirs in KEPT.items()
         if name not in given
     ]
@@ -93,9 +94,11 @@ def one_pass(computed: Collection[str], given: Layer, world: int) -> dict[str, i
     batches = {"gradient-accumulation-steps", "rampup-batch-size", "step-batch-size-schedule"}
     if not world or batches & {*computed} or {"global_batch_size", "batch_size_schedule"} & given.keys():
         return {}
-    sizes = {name: given[name].value if name in given else 1 for name in ("micro_batch_size", "tp", "pp", "cp")}
-    dp = max(world // max(sizes["tp"] * sizes["pp"] * sizes["cp"], 1), 1)
-    return {"global_batch_size": sizes["micro_batch_size"] * dp}
+
+    def value(name: str) -> int:
+        return int(given[name].value) if name in given else 1
+
+    return {"global_batch_size": value("micro_batch_size") * data_ranks(value, world)}
 
 
 def family_of(options: Mapping[str, Any]) -> str:
@@ -129,6 +132,6 @@ def _swiglu_width(given: Layer) -> dict[str, int]:
     return {"ffn_hidden_size": width} if is_gated and width > 0 else {}
 
 
-def _flag(name: str, value: Any) -> str:
+def as_flag(name: str, value: Any) -> str:
     """Write an option as a flag."""
     return f"--{'no-' * (not value)}{dashed(name)}" if TYPES[name] is bool else f"--{dashed(name)} {value}"

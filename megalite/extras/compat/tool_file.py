@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,14 @@ class ToolFile:
                 warn_on_rank_0(f"{by_flag.written} overrides {option.written}")
 
 
+def data_ranks(value: Callable[[str], int], world: int) -> int:
+    """Return dp of a number of ranks, given the value of an option by name."""
+    from megalite.core.mesh.grid import AXES  # numpy, which the help does without
+
+    others = math.prod(value(axis.name) for axis in AXES if axis.name != "dp")
+    return max(1, world // max(1, others))
+
+
 def resolve_batch_sizes(file: ToolFile, world: int) -> None:
     """Derive micro-batch size and global batch size from the numbers in `file.batch`; flags take precedence.
 
@@ -177,10 +185,7 @@ def resolve_batch_sizes(file: ToolFile, world: int) -> None:
     Raises:
         UserError: the three numbers contradict each other.
     """
-    from megalite.core.mesh.grid import AXES  # numpy, which the help does without
-
-    others = math.prod(file.value(axis.name) for axis in AXES if axis.name != "dp")
-    flags, dp = file.flags, max(1, world // max(1, others))
+    flags, dp = file.flags, data_ranks(file.value, world)
     samples, micro, steps = (file.batch.get(name) for name in ("samples", "micro", "accumulation"))
     if micro is not None:
         file.layer["micro_batch_size"] = micro

@@ -12,7 +12,10 @@ from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
-from megalite.extras.compat.megatron_defaults import one_pass
+from megalite.core.options.names import dashed
+from megalite.extras.compat.accelerate import STRATEGIES
+from megalite.extras.compat.megatron_defaults import as_flag, one_pass
+from megalite.extras.compat.tool_file import data_ranks
 from megalite.runtime.options.dialect import ComputedOption, Flag
 from megalite.runtime.options.fields import Layer, OptionValue
 
@@ -53,21 +56,14 @@ TRAINED: dict[str, Any] = {"lr": 5e-5, "lr_decay": "linear", "weight_decay": 0.0
 """Our option -> their default, where it differs and changes what is trained."""
 
 _BOOLEANS = {*SWITCHES, "bf16", "fp16"}
-_FSDP: dict[str, dict[str, Any]] = {
-    "full_shard": {"zero": 3},
-    "shard_grad_op": {"zero": 3, "zero_keep": "backward"},
-    "no_shard": {"zero": 0},
-    "hybrid_shard": {"zero": 3, "zero_group": "node"},
-    "hybrid_shard_zero2": {"zero": 3, "zero_group": "node", "zero_keep": "backward"},
-}
+_FSDP = {name.lower(): options for name, options in STRATEGIES.items()}
 
 
 def _batch(_: str, written: str, passes: int, options: Mapping[str, Any]) -> int:
     """Return the samples of a step: passes x micro-batch x dp, where dp follows from the number of ranks."""
     if passes < 1:
         raise UserError(written, "must be at least 1", "correct it")
-    ranks = max(options["tp"] * options["pp"] * options["cp"], 1)
-    dp = max(options["world"] // ranks, 1)
+    dp = data_ranks(options.__getitem__, options["world"])
     batch = int(passes * options["micro_batch_size"] * dp)
     logger.info(
         f"{written}: --global-batch-size {batch}, with --micro-batch-size {options['micro_batch_size']} and dp {dp}"
@@ -147,7 +143,7 @@ def _sharding(text: str) -> list[Flag] | None:
     if len(sharding) != 1 or set(given) - {*sharding, "offload"}:
         return None
     options = _FSDP[sharding[0]] | ({"offload": "optimizer+params"} if "offload" in given else {})
-    return [(name.replace("_", "-"), [str(value)]) for name, value in options.items()]
+    return [(dashed(name), [str(value)]) for name, value in options.items()]
 
 
 def defaults(flags: Layer, computed: Collection[str], given: Layer, world: int) -> Layer:
@@ -166,7 +162,7 @@ def defaults(flags: Layer, computed: Collection[str], given: Layer, world: int) 
         options |= one_pass(computed, given, world)
     if not words or not options:
         return {}
-    taken = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+    taken = " ".join(as_flag(name, value) for name, value in options.items())
     seed = "" if "seed" in given else "--seed 1234 (there 42); "
     differs = f"{seed}step N has the learning rate that step N + 1 has there"
     logger.info(f"--{words[0]}: as in the Hugging Face Trainer, {taken}; not as there, {differs}")
