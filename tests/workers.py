@@ -50,6 +50,8 @@ def _serve(connection: Connection, rank: int) -> None:
         try:
             if world > 1:
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+                # A rank whose function returns at once must not leave while others still connect to it.
+                dist.barrier()
             result = getattr(importlib.import_module(module), name)(rank, *args)
             if world > 1:
                 dist.destroy_process_group()
