@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests that need no GPU, in an environment of its own (.venv, unless one is active). With --full first, every row of
-# every grid too. Other arguments go to pytest.
+# every grid too. Other arguments go to pytest. With --quick: style, types, imports and the tests of what changed, in a
+# minute.
 set -eu
 cd "$(dirname "$0")/.."
 full=
@@ -11,6 +12,7 @@ use_environment dev
 "$PYTHON" -m pip show --quiet megatron-core 2>/dev/null ||
     "$PYTHON" -m pip install --quiet --no-deps megatron-core==0.16.1 ||
     say "megatron-core could not be installed: the tests that compare with it will be skipped"
+[ "${1:-}" = --quick ] && exec "$PYTHON" -m tests.quick
 say "running the tests"
 # Many tests wait (for a launcher's time limits, for a rank to be noticed): three at a time fill two cores. By file, so
 # that each process keeps its own workers; in the order of their names, since those that wait longest are in faults/.

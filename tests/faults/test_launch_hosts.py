@@ -105,6 +105,7 @@ def test_a_killed_launcher_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
     wait_for(hosts.all_gone, ALL_GONE_S, "both hosts empty")
 
 
+@pytest.mark.full
 def test_a_pulled_cable_ends_both_sides(hosts: Hosts, tmp_path: Path) -> None:
     run = Launch(hosts, tmp_path, train(tmp_path, FOREVER))
     run.until_step(1)

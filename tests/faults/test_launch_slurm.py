@@ -27,6 +27,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield made
 
 
+@pytest.mark.full
 def test_two_nodes_train_as_one(slurm: Slurm, tmp_path: Path) -> None:
     out = tmp_path / "it's a place"  # quoting, through sbatch, srun and two shells
     out.mkdir()

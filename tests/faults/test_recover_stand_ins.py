@@ -27,6 +27,7 @@ def losses(run: Path) -> list[float]:
     return [line[1] for line in outcome(run)[0]]
 
 
+@pytest.mark.full
 def test_a_host_is_lost_without_a_reserve(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """The run used to end with what was on disk, step 4."""
     whole, hit = run_on(zygote, tmp_path / "whole", 2), tmp_path / "hit"

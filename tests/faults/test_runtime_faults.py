@@ -27,6 +27,7 @@ from tests.faults.harness import (
 )
 from tests.faults.zygote import Job, Left, Zygote, processes_of
 from tests.ranks import ROOT, tmpfs
+from tests.rows import always_run
 
 LAYOUTS = {2: [], 4: ["--tp", "2", "--pp", "2"]}
 
@@ -67,7 +68,7 @@ def resumes(zygote: Zygote, folder: Path, world: int, whole: dict[int, Any]) -> 
     assert not processes_of(folder)
 
 
-@pytest.mark.parametrize("killed", [(2, 1), (4, 0)], ids=str)
+@pytest.mark.parametrize("killed", always_run([(2, 1), (4, 0)], (2, 1)), ids=str)
 def test_killed_in_a_step(zygote: Zygote, tmp_path: Path, whole: dict[int, Any], killed: tuple[int, int]) -> None:
     """Row 9: the second of a dp group, and the first of a tensor-parallel pipeline."""
     world, victim = killed
@@ -283,6 +284,7 @@ def test_loss_spike_skipped(zygote: Zygote, tmp_path: Path) -> None:
     assert max(loss for step, loss, _, _ in outcome(tmp_path / "run")[0] if step != 11) < 10
 
 
+@pytest.mark.full
 def test_a_slow_rank_is_named(zygote: Zygote, tmp_path: Path) -> None:
     """Row 38: it sleeps several times as long as a step takes; within 20 steps the log names it, and no other."""
     left = start(
@@ -324,6 +326,7 @@ def torchrun(world: int, *flags: str) -> list[str]:
     return [*launcher, *flags]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_last_commit(tmp_path: Path, whole: dict[int, Any]) -> None:
     """A rank that dies once: torchrun starts all anew, and they go on from the last checkpoint."""
@@ -350,6 +353,7 @@ def test_torchrun_restarts_from_the_last_commit(tmp_path: Path, whole: dict[int,
     assert [event["step"] for event in events(tmp_path / "run", "resume")] == [4]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_sigterm_to_torchrun(tmp_path: Path, zygote: Zygote) -> None:
     """Row 11: torchrun passes it on; the ranks finish the step, save and leave, within its patience."""

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import ROOT, finish, start_ranks
 
 INJECT = str(Path(__file__).with_name("inject"))
@@ -18,6 +20,7 @@ RUN = [
 ]
 
 
+@pytest.mark.full
 def test_a_run_trains_saves_and_resumes(tmp_path: Path) -> None:
     for steps in (2, 4):
         flags = [*RUN, "--train-steps", str(steps), "--run-dir", str(tmp_path)]

@@ -17,6 +17,7 @@ import pytest
 from megalite.runtime.base.child import children, process_state
 from tests.faults.harness import FOREVER, RUN, codes, committed, outcome
 from tests.faults.zygote import Job, Left, Zygote, processes_of
+from tests.rows import always_run
 from tests.soak.disk import build_library
 
 TIMEOUT = 8
@@ -56,7 +57,7 @@ def hung(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.parametrize("name", always_run(HANGS, "stopped_in_an_evaluation", "holds_the_interpreter"))
 def test_the_culprit_is_named_and_all_end(
     zygote: Zygote, hung: dict[str, Hung], straight: tuple[Any, str], name: str
 ) -> None:

@@ -35,7 +35,7 @@ def test_cpp(model: str) -> None:
     np.testing.assert_allclose(steps(MODELS[model], "cpp", 6), steps(MODELS[model], "torch", 6), rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", always_run(MODELS, "llama"))
+@pytest.mark.parametrize("model", always_run(MODELS))
 def test_triton_interpreted(model: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     code = f"""

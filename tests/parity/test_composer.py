@@ -27,7 +27,7 @@ def judge(pool: WorkerPool) -> Iterator[Judge]:
     made.close()
 
 
-@pytest.mark.parametrize("first", always_run(range(1, 11, IN_ONE), 1))
+@pytest.mark.parametrize("first", always_run(range(1, 11, IN_ONE)))
 def test_draws_are_the_same_in_their_layouts(judge: Judge, first: int) -> None:
     for number in range(first, first + IN_ONE):
         draw = draws.make(SEED, number)

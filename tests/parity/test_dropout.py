@@ -112,7 +112,7 @@ def test_micro_batch_size_changes_nothing(size: int) -> None:
         assert_same(trained(0, [cfg], 1), one_process(in_one_process(cfg)), f"micro-batches of {size}")
 
 
-@pytest.mark.parametrize("recompute", [mode for mode in MODES if mode != "none"])
+@pytest.mark.parametrize("recompute", always_run([mode for mode in MODES if mode != "none"], "selective"))
 def test_recompute_draws_the_same_masks(recompute: str) -> None:
     for model in (GPT2, GEMMA2, SINKS, LATENT):
         want, got = (jobs.train(0, jobs.make_config(model, recompute=mode), 1) for mode in ("none", recompute))
@@ -142,6 +142,7 @@ def test_a_resume_on_other_replicas_is_the_run_that_never_stopped(
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_a_checkpoint_with_other_masks_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Once: what is saved after that has these masks."""
     flags = [*runs.MODEL, "--run-dir", str(tmp_path / "run")]

@@ -33,7 +33,7 @@ from tests.parity.harness import (
     trained,
 )
 from tests.parity.models import EXPERTS, MIXTRAL, QWEN
-from tests.rows import layout_tests
+from tests.rows import always_run, layout_tests
 from tests.workers import WorkerPool
 
 # One expert of each token, not gated; tied embeddings; no losses of the router.
@@ -118,9 +118,10 @@ def test_recomputation_repeats_every_choice(pool: WorkerPool) -> None:
     assert_same_bits(pool.run(4, trained, cfgs, 4))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "train"),
-    [({"ep": 2}, {"recompute": "full"}), pytest.param({"tp": 2, "etp": "1", "ep": 2}, {}, marks=pytest.mark.full)],
+    [({"ep": 2}, {"recompute": "full"}), ({"tp": 2, "etp": "1", "ep": 2}, {})],
 )
 def test_compiled_blocks(pool: WorkerPool, layout: dict[str, Any], train: dict[str, Any]) -> None:
     """Experts run outside of the compiled code, with the pass of their micro-batch."""
@@ -285,6 +286,7 @@ def crowded(rank: int, cfgs: Sequence[Config], world: int) -> Any:
     return out
 
 
+@pytest.mark.full
 def test_a_crowded_rank_keeps_the_inputs_of_its_experts(pool: WorkerPool) -> None:
     """The same bits, whatever memory is planned for; with less, less is kept."""
     layouts = [{"ep": 4, "moe_memory_factor": factor, **more} for more in ({}, {"zero": 3}) for factor in (1.0, 8.0)]
@@ -317,7 +319,7 @@ def routed(rank: int, cfgs: Sequence[Config], world: int, skewed: bool) -> list[
     return out
 
 
-@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("skewed", always_run([False, True], True))
 def test_figures_of_the_routers(pool: WorkerPool, skewed: bool) -> None:
     """The same in any layout, once under recomputation; two experts that take every token have E / k times the mean."""
     (expected,) = routed(0, [jobs.make_config(MIXTRAL)], 1, skewed)

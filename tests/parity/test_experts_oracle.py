@@ -153,7 +153,7 @@ def test_one_process_follows_transformers(models: Any, tmp_path: Path, family: s
     check([trained(0, config(folder, {}), 1, str(folder), str(tmp_path))], expected, tmp_path, family)
 
 
-@pytest.mark.parametrize("family", always_run(FAMILIES, "mixtral", "qwen2_moe"))
+@pytest.mark.parametrize("family", always_run(FAMILIES, "qwen2_moe"))
 @pytest.mark.parametrize("world", always_run(LAYOUTS, 4))
 def test_every_layout_follows_transformers(
     pool: WorkerPool, models: Any, tmp_path: Path, world: int, family: str
@@ -165,7 +165,7 @@ def test_every_layout_follows_transformers(
         check(ranks, expected, root, f"{family} {layout}")
 
 
-@pytest.mark.parametrize("row", always_run(BALANCED, *(BALANCED[i] for i in (0, 7, 16, 21, 25))), ids=str)
+@pytest.mark.parametrize("row", always_run(BALANCED, *(BALANCED[i] for i in (0, 16, 25))), ids=str)
 def test_latents_and_biases_follow_transformers(pool: WorkerPool, models: Any, tmp_path: Path, row: Any) -> None:
     family, world, layout = row
     folder, *expected = models(family)

@@ -373,6 +373,7 @@ def shards(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "checkpoints" / "latest").glob("*.safetensors")}
 
 
+@pytest.mark.full
 def test_checkpoints_hold_no_fp8(tmp_path: Path) -> None:
     """FP8 goes on from a checkpoint to the bit; a run without it takes it up, and saves the same bytes."""
     whole = run(tmp_path / "whole", 4, *FP8)

@@ -111,7 +111,7 @@ COMPILED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("row", always_run(COMPILED, COMPILED[0]), ids=lambda row: str(row[2:]))
+@pytest.mark.parametrize("row", always_run(COMPILED), ids=lambda row: str(row[2:]))
 def test_compiled_blocks(pool: WorkerPool, row: tuple[int, ModelConfig, dict[str, Any], dict[str, Any]]) -> None:
     """Each block is traced once; latents are gathered outside of the compiled code."""
     world, model, layout, train = row

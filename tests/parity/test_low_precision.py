@@ -179,6 +179,7 @@ def test_nothing_is_lost_that_rounding_to_the_nearest_loses(monkeypatch: pytest.
     assert moved() == 0.0
 
 
+@pytest.mark.full
 def test_checkpoints(tmp_path: Path) -> None:
     """Resumed to the bit; saved in 2 bytes per value; fp32 states are rounded when a run changes, and back."""
     flags = [*runs.MODEL, "--precision", "bf16"]

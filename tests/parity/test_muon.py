@@ -318,6 +318,7 @@ def test_experts_orthogonalized_together_are_found(monkeypatch: pytest.MonkeyPat
         test_each_expert_is_a_matrix_of_its_own()
 
 
+@pytest.mark.full
 def test_checkpoints_of_muon_and_adamw(pool: WorkerPool, tmp_path: Path) -> None:
     """AdamW's average of gradients becomes the momentum; its second moments are missing on the way back, and named."""
     flags = [*runs.MODEL, "--hidden-dropout", "0", "--muon-ns", "fp32", "--lr", "1e-3"]

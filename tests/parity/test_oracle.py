@@ -29,6 +29,7 @@ def eager_llama(model: ModelConfig, seed: int) -> Any:
     return hf
 
 
+@pytest.mark.full
 def test_shared_samples_are_transformers_with_a_4d_mask(pool: WorkerPool) -> None:
     """Its positions may count on over a sample or restart in each document: rotations see only distances."""
     model = jobs.llama()

@@ -77,6 +77,7 @@ def test_states_survive_every_change_of_layout(pool: WorkerPool, tmp_path: Path)
     assert others[-1][1] == loss
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_model_is_refused_and_other_options_are_said(tmp_path: Path) -> None:
     run = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "1"]
     assert run_ranks(run)[0].code == 0
@@ -103,7 +104,7 @@ def wait_for(process: subprocess.Popen[str], words: str) -> None:
         assert line, f"ended before it said {words!r}"
 
 
-@pytest.mark.parametrize("ask", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ask", always_run([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_asked_to_stop_one_rank_stops_all_after_a_save(tmp_path: Path, ask: signal.Signals) -> None:
     arguments = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "100000", "--lr-decay", "constant"]
     processes = start_ranks(arguments, 2)
@@ -145,6 +146,7 @@ def test_sigusr1_prints_stacks_and_goes_on(tmp_path: Path) -> None:
     assert finish([process])[0].code == 0
 
 
+@pytest.mark.full
 def test_start_from_a_hugging_face_folder(tmp_path: Path) -> None:
     """A run exported and started anew in another layout has the evaluation loss that it had; from a store."""
     from megalite.extras.convert.hf import export_hf

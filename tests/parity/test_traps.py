@@ -17,6 +17,7 @@ from megalite.core.sharding import Shard
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.gradient_bits import whole_gradients
+from tests.rows import always_run
 from tests.workers import WorkerError, WorkerPool
 
 
@@ -72,7 +73,7 @@ REPLICAS: dict[str, tuple[int, ModelConfig, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", REPLICAS)
+@pytest.mark.parametrize("case", always_run(REPLICAS, *[*REPLICAS][::2]))
 def test_replicas_stay_bitwise_equal_and_padding_zero(pool: WorkerPool, case: str) -> None:
     world, model, layout, train = REPLICAS[case]
     cfg = jobs.make_config(model, layout, **train)
@@ -238,7 +239,7 @@ def in_fp32(model: ModelConfig) -> list[tuple[float, float]]:
     return jobs.train(0, jobs.make_config(model), 1)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", always_run(["bf16", "fp16"], "bf16"))
 @pytest.mark.parametrize(
     ("world", "model", "layout"),
     [(4, jobs.llama(), {"tp": 2, "pp": 2}), (2, jobs.gpt2(), {"zero": 1}), (2, jobs.gpt2(), {"pp": 2, "vp": 2})],

@@ -82,7 +82,7 @@ def in_folder(train: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("grid", always_run(GRID, (2, 2)), ids=str)
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", always_run([2, 3], 3))
 def test_same_gradients_in_every_layout(pool: WorkerPool, zero: int, grid: tuple[int, int], tmp_path: Path) -> None:
     tp, pp = grid
     rows = GRID[grid] + (STAGE_3[grid] if zero == 3 else [])

@@ -101,6 +101,7 @@ def test_a_checkpoint_of_405b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert max(small.opened, large.opened) <= 16
 
 
+@pytest.mark.full
 def test_what_a_commit_costs_each_box(tmp_path: Path) -> None:
     """The writer of rank 0 calls few functions per box, whatever the world, and never looks for cycles among them all.
 

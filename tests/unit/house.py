@@ -40,7 +40,11 @@ class House:
     @cached_property
     def imports(self) -> dict[str, set[str]]:
         """Module -> modules of the package that it imports, wherever the import stands."""
-        return {name: set(self._imported(text)) - {name} for name, text in self.texts.items()}
+        return {name: self.imported_by(text) - {name} for name, text in self.texts.items()}
+
+    def imported_by(self, text: str) -> set[str]:
+        """Return the modules of the package that a text imports, wherever the import stands."""
+        return set(self._imported(text))
 
     def _imported(self, text: str) -> Iterator[str]:
         for node in ast.walk(ast.parse(text)):

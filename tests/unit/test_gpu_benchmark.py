@@ -57,6 +57,7 @@ def test_an_accident_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not alive(str(tmp_path))
 
 
+@pytest.mark.full
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     """While a row hangs on a child in a session of its own."""
     script = (
@@ -87,6 +88,7 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[
     return gpu.main(), json.loads((tmp_path / "rehearsal.json").read_text())
 
 
+@pytest.mark.full
 def test_every_row_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for most models and slices of the kernels' contract; a second call adds to the first."""
     skipped = ["model: *", "kernels: *"]

@@ -28,6 +28,7 @@ def test_ruff() -> None:
     run(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", ".")
 
 
+@pytest.mark.full
 def test_types() -> None:
     run(sys.executable, "-m", "mypy", "--cache-dir", "/dev/null")
 
@@ -121,6 +122,7 @@ def test_counts_of_a_house_by_hand(tmp_path: Path) -> None:
     assert house.in_circles() == {"a.one", "b.two", "b.three"}
 
 
+@pytest.mark.full
 def test_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     figures = Figures(ROOT)
     with capsys.disabled():

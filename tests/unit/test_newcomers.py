@@ -12,9 +12,8 @@ from tests.ranks import ROOT
 SCRIPTS = ROOT / "tests" / "newcomers"
 
 
-@pytest.mark.parametrize(
-    "who", ["lead", *(pytest.param(name, marks=pytest.mark.full) for name in ("student", "hugging_face", "researcher"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("who", ["lead", "student", "hugging_face", "researcher"])
 def test_a_first_hour(installed: Installed, tmp_path: Path, who: str) -> None:
     if who == "hugging_face":
         pytest.importorskip("transformers")

@@ -51,6 +51,7 @@ def losses(run_dir: str) -> list[float]:
     return [step["loss"] for step in read_metrics(Path(run_dir))[0]]
 
 
+@pytest.mark.full
 def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -90,6 +91,7 @@ START = r"(?:resumed|weights) from .*"
 STEPS = {"base": 2, "continued": 4, "domain": 2, "sft": 2, "long": 2}
 
 
+@pytest.mark.full
 def test_the_stages_of_training(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command of the page, with a tiny model; each run starts from where the page says."""
     monkeypatch.chdir(tmp_path)

@@ -236,6 +236,7 @@ def train_counted(rank: int, arguments: list[str], world: int) -> dict[str, int]
     return counts
 
 
+@pytest.mark.full
 def test_a_resume_parses_the_manifest_once_on_each_rank(pool: WorkerPool, tmp_path: Path) -> None:
     arguments = [*MODEL, "--tp", "2", "--run-dir", str(tmp_path), "--lr-decay-steps", "2"]
     first = pool.run(2, train_counted, [*arguments, "--train-steps", "1"], 2)

@@ -34,6 +34,7 @@ from megalite.extras.estimate.record import recorded_world
 from megalite.extras.estimate.tracker import arguments, launches, operands
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
+from tests.rows import always_run
 from tests.unit.extras.estimate.layouts import in_turn
 
 EXPERTS = {"num_experts": 8, "moe_topk": 3, "moe_ffn_size": 32}
@@ -139,7 +140,9 @@ def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Router, "forward", in_turn)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", always_run(ROWS, "windows", "chunks", "experts", "delta nets", "products in chunks", "ring")
+)
 def test_a_step_grows_with_its_tokens(name: str) -> None:
     family, world, parallel, train, documents = ROWS[name]
     assert_linear(lambda seq: step(config(family, parallel, train, seq_len=seq), world, documents), 128)

@@ -94,6 +94,7 @@ def passed(line: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.full
 def test_cpp_keeps_the_contract(cpp_library: Path) -> None:
     line = contract("cpp", MEGALITE_TEST_NATIVE=str(cpp_library.parent))
     assert passed(line) >= 60
@@ -152,6 +153,7 @@ print(torch.tensor(1e-40).mul(0.5).item() > 0)
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_ordinary_install_has_the_kernels(site: Path, tmp_path: Path) -> None:
     """Also: same bits on any number of threads, which are torch's own; operands that do not fit are refused; denormal
@@ -252,6 +254,7 @@ def test_cpp_library_needs_no_torch(cpp_library: Path) -> None:
     assert not re.search(r" U (aoti_|torch_|GOMP|omp_|_ZN?K?(2at|3c10|5torch))", symbols)
 
 
+@pytest.mark.full
 def test_triton_keeps_the_contract_under_its_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     line = contract("triton", TRITON_INTERPRET="1")

@@ -135,6 +135,7 @@ def train_recorded(rank: int, folder: str, steps: range) -> list[tuple[float, fl
     return out
 
 
+@pytest.mark.full
 def test_a_real_run_is_recorded_and_goes_on_as_without(pool: WorkerPool, tmp_path: Path) -> None:
     recorded = pool.run(4, train_recorded, str(tmp_path / "schedule"), range(2, 4))
     assert recorded == pool.run(4, train_recorded, str(tmp_path / "none"), range(0))

@@ -20,6 +20,7 @@ from megalite.core.pipeline.order import PipelineSchedule
 from megalite.core.pipeline.schedule import Costs, Op, Placement, build_schedule
 from megalite.extras.view.schedule import order_sha
 from megalite.runtime.options.cli import parse
+from tests.rows import always_run
 
 ROWS = defaultdict(list)
 for _row in json.loads((Path(__file__).parents[2] / "data" / "schedule_expected.json").read_text())["rows"]:
@@ -33,7 +34,7 @@ def test_rows_are_of_schedules_that_exist():
     assert sum(map(len, ROWS.values())) == 191
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", always_run(ROWS, "1f1b", "zb-v"))
 def test_rows(name):
     """Every recorded row: order, peaks and messages equal, times and bubbles to the recorded digits."""
     for row in ROWS[name]:

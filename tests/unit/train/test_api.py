@@ -63,6 +63,7 @@ def test_the_same_in_a_layout_as_in_one_process(pool: WorkerPool, tmp_path: Path
     assert {name for _, called in ranks for name in called} == set(modules)
 
 
+@pytest.mark.full
 def test_the_command_line_runs_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its options, its figures to the bit, and its run resumed."""
     import pretrain_gpt
@@ -141,6 +142,7 @@ def test_weights_that_cannot_be_trained_on(weight: float, at: int, words: str, t
         assert run.step == (0 if at == -1 else 2)
 
 
+@pytest.mark.full
 def test_small_weights_are_as_good_as_large_ones(tmp_path: Path) -> None:
     norms = []
     for weight in (1e-9, 1.0, 1e9):

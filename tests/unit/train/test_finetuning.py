@@ -60,6 +60,7 @@ def train(rank: int, run_dir: str, options: dict[str, Any], stop: int = 0) -> tu
         return losses, megalite.evaluate(run)
 
 
+@pytest.mark.full
 def test_resumes_in_another_layout(pool: WorkerPool, tmp_path: Path) -> None:
     options = {"data": (chats(tmp_path),), "loss_on": "answers", "loss_per": "sample"}
     whole, evaluated = train(0, str(tmp_path / "whole"), options)

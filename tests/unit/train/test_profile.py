@@ -82,6 +82,7 @@ def test_every_rank_has_a_trace_and_its_time_by_phase(tmp_path: Path) -> None:
     assert "profile of 2 steps" not in left[1].err
 
 
+@pytest.mark.full
 def test_weights_on_their_way_when_the_profile_starts_and_ends(tmp_path: Path) -> None:
     """A send that outlives the profile it began in would write into the profiler's freed memory."""
     big = ["--vocab-size", "16384", "--hidden-size", "256", "--global-batch-size", "4"]

@@ -91,6 +91,7 @@ def test_another_version_is_told_before_anything_else(tmp_path: Path) -> None:
     assert problems[1].endswith("megalite is 0.0.9, and 0.1.0 on the others")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, for a clock that is wrong in one process")
 def test_a_slow_rank_and_a_wrong_clock_are_named(tmp_path: Path) -> None:
     (tmp_path / "clock.c").write_text(SHIFTED_CLOCK)
@@ -107,6 +108,7 @@ def test_a_slow_rank_and_a_wrong_clock_are_named(tmp_path: Path) -> None:
     assert found["ranks"][2]["clock_s"] == pytest.approx(100, abs=1)
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_named_by_the_others(tmp_path: Path) -> None:
     ranks = start(["--timeout", "10"], 3, scripts={1: tampered(tmp_path / "stops.py", STOPS)})
     hung = ranks.pop(1)

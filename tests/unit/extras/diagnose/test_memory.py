@@ -211,6 +211,7 @@ def run_limited(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_out_of_memory_for_real_and_its_advice_followed(tmp_path: Path) -> None:
     failed = run_limited("--run-dir", str(tmp_path / "a"))
     assert failed.returncode == 1

@@ -91,6 +91,7 @@ def test_ranks_that_the_layout_does_not_fit_are_left_out(tmp_path: Path, capsys:
         assert line.startswith(f"left out: --ep 2 --etp tp on {ranks}: must divide the {ranks[0]} ranks of dp x cp")
 
 
+@pytest.mark.full
 def test_a_run_that_cannot_be_is_told_by_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run on 1 ranks: --global-batch-size 8: .*divisible by"):
         main(["--ranks", "1", "--out", str(tmp_path), "--", *TINY, "--micro-batch-size", "3"])

@@ -141,6 +141,7 @@ def test_a_rank_of_llama_405b(runs: Runs) -> None:
     assert run["host_syncs"] == 1
 
 
+@pytest.mark.full
 def test_an_installed_triton_changes_nothing(runs: Runs) -> None:
     pytest.importorskip("triton")
     asked = f"--rank 15 --world 16 --json {ZERO3} {TINY}"
@@ -149,6 +150,7 @@ def test_an_installed_triton_changes_nothing(runs: Runs) -> None:
     assert "triton: rmsnorm, layernorm" in runs.zero3["ops"]
 
 
+@pytest.mark.full
 def test_fp8_where_triton_is_not_installed(runs: Runs) -> None:
     """`runs` for the compiler that it requires."""
     sizes = "--world 1 --json --num-layers 2 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 512"
@@ -161,6 +163,7 @@ def test_fp8_where_triton_is_not_installed(runs: Runs) -> None:
     assert ["megalite::triton_quantize" in run["forward"] for run in calls] == [True, False, False]
 
 
+@pytest.mark.full
 def test_a_library_that_is_named_is_there(runs: Runs) -> None:
     named, _ = answers([f"--world 2 --json {TINY} --ops adamw=cuda"], without=("triton",))
     assert "cuda: adamw" in json.loads(named)["ops"]

@@ -14,6 +14,7 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.parts.families import PRESETS
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.cli import parse
+from tests.rows import always_run
 from tests.unit.extras.estimate.fake_runs import answers
 from tests.unit.extras.plan.models import NEW_PRESETS
 
@@ -48,7 +49,7 @@ def test_plans_of_presets() -> None:
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("bias", ["", "--mlp-bias"])
+@pytest.mark.parametrize("bias", always_run(["", "--mlp-bias"], "--mlp-bias"))
 def test_experts_of_one_rank_never_make_the_host_wait(bias: str) -> None:
     """Forward, backward and recomputation: the sizes stay on the device. One launch per weight gradient."""
     words = f"{FLAGS} --ep 1 --precision bf16 --recompute full --world 2 --json {bias}".split()
@@ -59,6 +60,7 @@ def test_experts_of_one_rank_never_make_the_host_wait(bias: str) -> None:
     assert real["calls"]["backward"]["megalite::triton_grouped_wgrad_"] == 2 * 4 * 16
 
 
+@pytest.mark.full
 @NEEDS_COMPILER
 def test_what_a_layer_of_experts_launches() -> None:
     """Of Qwen3's kind, in one micro-batch; a GPU that is late in a step is late here first."""

@@ -52,6 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_each_line_of_a_pipe_is_answered(trained: Path) -> None:
     """A control word that a user types stays text; /new forgets the turns before it."""
     command = [sys.executable, "-m", "megalite", "generate", str(trained / "run"), "--chat", *LIKELIEST]
