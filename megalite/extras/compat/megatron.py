@@ -345,6 +345,17 @@ def _tensorboard(_: str, written: str, folder: str, options: Mapping[str, Any]) 
     return True
 
 
+def _vocabulary(_: str, written: str, path: str, options: Mapping[str, Any]) -> int:
+    """Count the entries of GPT-2's vocab.json."""
+    from megalite.runtime.data.tokenizer_files import read_json  # with what reads data, which other commands do without
+
+    ids = read_json(Path(path)).values()
+    if not ids or not all(type(i) is int for i in ids):
+        rule = "must be a vocab.json of GPT-2: names and numbers of tokens"
+        raise UserError(written, rule, "correct the path, or give --vocab-size")
+    return max(ids) + 1
+
+
 COMPUTED: dict[str, ComputedOption] = {
     "rampup-batch-size": ComputedOption("batch_size_schedule", tuple[int, ...], _ramp),
     "step-batch-size-schedule": ComputedOption("batch_size_schedule", str, _step_schedule),
@@ -368,6 +379,7 @@ COMPUTED: dict[str, ComputedOption] = {
     "num-distributed-optimizer-instances": ComputedOption("zero_group", int, _instances),
     "expert-tensor-parallel-size": ComputedOption("etp", int, _expert_tp),
     "load": ComputedOption("resume", str, _load),
+    "vocab-file": ComputedOption("vocab_size", str, _vocabulary),
     "tensorboard-dir": ComputedOption("tensorboard", str, _tensorboard),
 }
 """Their flag -> how our option is computed from it, in the order of computation."""

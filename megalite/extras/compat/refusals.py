@@ -56,6 +56,7 @@ initial values depend only on the seed and the name of the parameter, on any dev
     use-cpu-initialization no-initialization init-model-with-meta-device
 the type of the tokenizer is read from its files
     tokenizer-type tokenizer-metadata tiktoken-pattern legacy-tokenizer trust-remote-code no-save-tokenizer-assets
+    merge-file
 the types of the optimizer's states are options of their own
     use-precision-aware-optimizer
 padding follows from --vocab-size, --vocab-divisible-by and --tp, and never counts
@@ -125,8 +126,6 @@ gpt-oss's softmax and gate have names of their own here -> use --attention-sinks
     softmax-type=vanilla quick-geglu glu-linear-offset=0 activation-func-*
 this gives windows of positions; layers without one follow --window-pattern -> give --window
     sliding-window
-separate vocabulary and merges files are not supported -> give --tokenizer tokenizer.json, or --vocab-size
-    vocab-file merge-file
 pattern and special tokens come with the tokenizer -> drop it, and give --tokenizer or --vocab-size
     tokenizer-* tiktoken-* null-tokenizer-*
 the vocabulary is the tokenizer's -> give --vocab-size with the ids added

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.core.base.errors import in_range, require
-from megalite.core.base.log import setup_logging
+from megalite.core.base.log import logger, setup_logging
+from megalite.extras.compat.megatron_preprocess import commands
 from megalite.extras.prepare.merge import merge
 from megalite.extras.prepare.named_templates import NAMED
 from megalite.extras.prepare.preprocess import check_output, default_workers
@@ -18,11 +19,21 @@ from megalite.extras.tool import ToolParser
 
 _PREPROCESS = """Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the
 tokenizer. With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers. Several hosts prepare
-a share each with --share 1/8 to 8/8; --merge joins them, byte for byte as one run would have written them."""
+a share each with --share 1/8 to 8/8; --merge joins them, byte for byte as one run would have written them.
+The flags of Megatron-LM's preprocess_data.py are read too."""
 
 
 def preprocess(argv: Sequence[str]) -> None:
     """Make token files."""
+    lines, notes = commands(argv)
+    setup_logging()
+    for note in notes:
+        logger.info(note)
+    for line in lines:
+        _preprocess(line)
+
+
+def _preprocess(argv: Sequence[str]) -> None:
     parser = ToolParser(prog="megalite preprocess", description=_PREPROCESS)
     parser.add_argument(
         "--input",
@@ -56,7 +67,6 @@ def preprocess(argv: Sequence[str]) -> None:
     parser.add_argument("--share", default="1/1", metavar="I/N", help="prepare the I-th of N parts of the inputs")
     parser.add_argument("--merge", nargs="+", metavar="PREFIX", help="join prepared data, in this order; no --input")
     args = parser.parse_args(argv)
-    setup_logging()
     if args.merge:
         _merge(args)
         return

@@ -365,7 +365,7 @@ MATTERS = """
     apply-residual-connection-post-layernorm embed-layernorm use-alibi-position-embeddings no-position-embedding
     rotary-interleaved rope-type qk-l2-norm softmax-type
     relative-attention-num-buckets embedding-init-method-std init-method-xavier-uniform no-scaled-init
-    data-parallel-random-init sliding-window vocab-file merge-file tiktoken-num-special-tokens
+    data-parallel-random-init sliding-window tiktoken-num-special-tokens
     vocab-extra-ids reset-position-ids reset-attention-mask eod-mask-loss dataloader-type test-data-path
     data-args-path per-split-data-args-path decrease-batch-size-if-needed train-tokens lr-decay-tokens
     lr-warmup-tokens warmup do-norm-bias-weight-decay
