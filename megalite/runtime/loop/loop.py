@@ -133,7 +133,8 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     if run.step < cfg.train.train_steps:
         remedy = "the same command resumes from here" if saved else "the last save failed"
         logger.info(f"stopped after step {run.step} of {cfg.train.train_steps}: {remedy}")
-    elif not run.only_saves and (not cfg.run.eval_every or run.step % cfg.run.eval_every):
+    elif not run.only_saves and not cfg.run.eval_every:
+        # The run's first evaluation: if it fails, all that was trained is saved.
         evaluate(run)
     run.stop_asked = False
     run.heartbeat.beat("after the last step", run.step, IDLE)
@@ -254,9 +255,9 @@ def catch_up(run: Run, progress: Progress) -> None:
 
 
 def follow_up(run: Run, progress: Progress) -> None:
-    """Do what is due after a step, besides its record."""
-    every = run.engine.cfg.run.eval_every
-    if every and run.step % every == 0:
+    """Do what is due after a step, besides its record: the evaluation first, as a save records its loss."""
+    every, last = run.engine.cfg.run.eval_every, run.engine.cfg.train.train_steps
+    if every and (run.step % every == 0 or run.step == last):
         evaluate(run)
     progress.failure = save_failure(run)
     save_if_due(run, progress)
