@@ -90,6 +90,7 @@ def test_a_script_trains_as_it_does_there(scheduler: str) -> None:
         ("--num-attention-heads 4 --learning-rate 1e-4", 1, {"lr": 1e-4, "weight_decay": 0.01, "position": "learned"}),
         ("--lr_scheduler_type inverse_sqrt --warmup_steps 5", 1, {"lr_decay": "inverse-square-root"}),
         ("--lr 1e-3", 1, {"lr": 1e-3, "weight_decay": 0.1, "beta2": 0.95}),
+        ("--max_steps -1 --train-steps 7 --save_total_limit 2", 1, {"train_steps": 7, "keep_last": 2}),
     ],
 )
 def test_what_their_words_become(argv: str, world: int, expected: dict[str, Any] | None) -> None:
@@ -113,6 +114,8 @@ def test_what_their_words_become(argv: str, world: int, expected: dict[str, Any]
         ("--lr_scheduler_type inverse_sqrt", "falls over 10,000 steps in the Trainer"),
         ("--gradient-accumulation-steps 4 --layout auto", "follows from the layout that is chosen"),
         ("--eval_steps 5 --max_steps 9 --report_to wandb", "2 flags: must be changed"),
+        ("--save_total_limit 1", "--save-total-limit 1: must be at least 2 here"),
+        ("--save_total_limit 0", "--save-total-limit 0: must be at least 2 here"),
         ("--optim galore_adamw", "--optim galore_adamw: must be one of"),
         ("--num-train-epochs 3", "give --train-steps, which is epochs x samples"),
     ],
