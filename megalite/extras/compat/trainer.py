@@ -48,6 +48,7 @@ VALUES: dict[str, dict[str, str]] = {
 SWITCHES: dict[str, dict[str, Any]] = {
     "gradient-checkpointing": {"recompute": "full"},
     "torch-compile": {"compile": True},
+    "load-best-model-at-end": {"keep_best": 1},
     "do-train": {},
 }
 """Their flag without a value, or with `True` -> our options."""
@@ -113,7 +114,7 @@ def rewrite(flags: Sequence[Flag]) -> tuple[list[Flag], dict[str, str]]:
         if flag in _BOOLEANS and text.lower() in ("true", "false"):
             rewritten += [(flag, [])] if text.lower() == "true" else []
         elif other := _means_otherwise(flag, text, names):
-            mistakes[f"--{flag}"] = f"--{flag} {text}: {other}"
+            mistakes[f"--{flag}"] = f"{' '.join([f'--{flag}', *words])}: {other}"
         elif flag == "fsdp":
             rewritten += _sharding(text) or []
         else:
@@ -128,6 +129,8 @@ def _means_otherwise(flag: str, text: str, names: Set[str]) -> str:
         return "is an interval in the Trainer's words, and a number of batches here; give --eval-every for the interval"
     if flag == "save-total-limit" and text in ("0", "1"):
         return "must be at least 2 here, so that one checkpoint is left if the newest is damaged; give 2 or more"
+    if flag == "load-best-model-at-end" and not names & {"eval-every", "config"}:
+        return "is --keep-best 1 here, by the evaluations of steps that are saved; give --eval-every with --save-steps"
     if flag == "optim" and text == "sgd":
         return "has no momentum in the Trainer; give --optimizer sgd, and its momentum as --beta1"
     if flag == "lr-scheduler-type" and text == "constant" and warms_up:
