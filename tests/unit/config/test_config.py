@@ -228,3 +228,17 @@ def test_layer_types_name_windows_one_by_one() -> None:
     for types, options in (((sliding,), {"window": None}), (("local",), {}), ((full,) * 5, {})):
         with pytest.raises(UserError, match="--layer-types .*: must name at most 4 layers"):
             windows(types, **options)
+
+
+def test_the_best_need_steps_that_are_saved_and_evaluated() -> None:
+    """Saves that are evaluated by accident, or only the last one, are no choice."""
+    for save_every, eval_every, steps, judged in ((100, 50, 1000, 100), (6, 4, 12, 12), (6, 4, 11, 0), (300, 7, 50, 0)):
+        run, train = (
+            RunConfig(save_every=save_every, eval_every=eval_every, keep_best=2),
+            TrainConfig(train_steps=steps),
+        )
+        if judged:
+            assert Config(run=run, train=train).run.judged_every == judged
+            continue
+        with pytest.raises(UserError, match=f"no step up to --train-steps {steps} but the last is both evaluated and"):
+            Config(run=run, train=train)
