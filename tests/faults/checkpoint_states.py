@@ -18,6 +18,7 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.sharding import ParamSpec, StateTensor
 from megalite.runtime.checkpoint.load import find_good, load_checkpoint
+from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.save import Checkpointer, SaveError
 from tests.shards import tp_shard
 
@@ -83,7 +84,7 @@ def killed_at(point: str | None) -> Iterator[None]:
 def save_all(rank: int, world: int, root: str, steps: list[int]) -> None:
     """Checkpoints of the steps, in the foreground."""
     ctx = context(world)
-    checkpointer = Checkpointer(root, ctx, run_id="first", keep_last=9)
+    checkpointer = Checkpointer(root, ctx, run_id="first", keep=Keep(last=9))
     for step in steps:
         checkpointer.save(step, states_at(step, rank, world), {"step": step})
     checkpointer.close()
@@ -98,7 +99,7 @@ def save_under_kill(rank: int, world: int, root: str, victim: int, point: str, b
     ctx = context(world)
     save_all(rank, world, root, [5, 10])
     with killed_at(point if rank == victim else None):
-        checkpointer = Checkpointer(root, ctx, run_id="second", keep_last=2)
+        checkpointer = Checkpointer(root, ctx, run_id="second", keep=Keep(last=2))
     path = Path(root)
     checkpointer.continues(path / "step_00000010")
     kept = digest(path / "step_00000010")
@@ -111,7 +112,7 @@ def save_under_kill(rank: int, world: int, root: str, victim: int, point: str, b
     checkpointer.close()
     left = sorted(p.name for p in path.iterdir())
     assert digest(path / "step_00000010") == kept
-    following = Checkpointer(root, ctx, run_id="third", keep_last=2)
+    following = Checkpointer(root, ctx, run_id="third", keep=Keep(last=2))
     cleaned = sorted(p.name for p in path.iterdir())
     found = find_good(root, ctx)
     assert found is not None

@@ -18,6 +18,7 @@ from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.core.mesh.context import ParallelContext
 from megalite.runtime.checkpoint.load import find_good
+from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.save import Checkpointer, SaveError
 from megalite.runtime.places import lock
 from tests.faults import checkpoint_states as cs
@@ -156,7 +157,7 @@ def test_a_linked_checkpoint_keeps_its_history(tmp_path: Path) -> None:
     shutil.move(root / "step_00000002", tmp_path / "elsewhere")
     (root / "step_00000002").symlink_to(tmp_path / "elsewhere")
     for path, kept in ((root / "step_00000002", 3), (root / "latest", 4)):
-        again = Checkpointer(root, ParallelContext.single(), keep_last=9)
+        again = Checkpointer(root, ParallelContext.single(), keep=Keep(last=9))
         again.continues(path)
         again.save(kept, cs.states_at(kept), {})
         again.close()

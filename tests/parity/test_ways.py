@@ -51,6 +51,7 @@ def config(case: Case, parallel: dict[str, Any] | None = None) -> Config:
 
 def save_each(rank: int, cfgs: Sequence[Config], world: int, root: str) -> Figures:
     """By config: a step, and a save under the config's number."""
+    from megalite.runtime.checkpoint.pruning import Keep
     from megalite.runtime.checkpoint.save import Checkpointer
 
     checkpointer, out = None, []
@@ -58,7 +59,7 @@ def save_each(rank: int, cfgs: Sequence[Config], world: int, root: str) -> Figur
         out.append(jobs.run_steps(engine, 1))
         jobs.check_copies(engine)
         # One for all: a writer's start takes longer than its saves.
-        checkpointer = checkpointer or Checkpointer(root, engine.ctx, keep_last=99)
+        checkpointer = checkpointer or Checkpointer(root, engine.ctx, keep=Keep(last=99))
         optimizer = engine.optimizer
         checkpointer.save(number, optimizer.states(), {"scalars": optimizer.scalars()})
     assert checkpointer is not None

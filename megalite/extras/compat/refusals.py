@@ -191,6 +191,8 @@ _TRAINER = {
     "--eval-every": "eval-strategy evaluation-strategy do-eval",
     "--micro-batch-size, which evaluations use too": "per-device-eval-batch-size eval-batch-size",
     "--log-every": "logging-strategy",
+    "drop it: the best checkpoint is the one of the lowest validation loss": "metric-for-best-model=eval_loss|loss "
+    "greater-is-better=False|false",
     "--wandb-project or --tensorboard": "report-to",
     "--init-from-hf": "config-name",
     "--data, after megalite preprocess": "dataset-name dataset-config-name train-file text-column",

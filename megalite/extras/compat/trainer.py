@@ -48,12 +48,16 @@ VALUES: dict[str, dict[str, str]] = {
 SWITCHES: dict[str, dict[str, Any]] = {
     "gradient-checkpointing": {"recompute": "full"},
     "torch-compile": {"compile": True},
+    "load-best-model-at-end": {"keep_best": 1},
     "do-train": {},
 }
 """Their flag without a value, or with `True` -> our options."""
 
 TRAINED: dict[str, Any] = {"lr": 5e-5, "lr_decay": "linear", "weight_decay": 0.0, "beta2": 0.999}
 """Our option -> their default, where it differs and changes what is trained."""
+
+_NEUTRAL = {"max-steps": "-1"}
+"""Their flag -> the value that says that it is not given."""
 
 _BOOLEANS = {*SWITCHES, "bf16", "fp16"}
 _FSDP = {name.lower(): options for name, options in STRATEGIES.items()}
@@ -93,7 +97,7 @@ FLAGS = frozenset({*RENAMED, *COMPUTED, *SWITCHES, "fsdp"})
 
 
 def rewrite(flags: Sequence[Flag]) -> tuple[list[Flag], dict[str, str]]:
-    """Write out `--x True` and `--fsdp`.
+    """Write out `--x True` and `--fsdp`, and drop what asks for nothing.
 
     Returns:
         The flags, and for those whose words mean something else here, what to do.
@@ -105,10 +109,12 @@ def rewrite(flags: Sequence[Flag]) -> tuple[list[Flag], dict[str, str]]:
     mistakes: dict[str, str] = {}
     for flag, words in flags:
         text = " ".join(words)
+        if _NEUTRAL.get(flag) == text:
+            continue
         if flag in _BOOLEANS and text.lower() in ("true", "false"):
             rewritten += [(flag, [])] if text.lower() == "true" else []
         elif other := _means_otherwise(flag, text, names):
-            mistakes[f"--{flag}"] = f"--{flag} {text}: {other}"
+            mistakes[f"--{flag}"] = f"{' '.join([f'--{flag}', *words])}: {other}"
         elif flag == "fsdp":
             rewritten += _sharding(text) or []
         else:
@@ -121,6 +127,10 @@ def _means_otherwise(flag: str, text: str, names: Set[str]) -> str:
     warms_up = bool(names & {"warmup-steps", "warmup-ratio"})
     if flag == "eval-steps":
         return "is an interval in the Trainer's words, and a number of batches here; give --eval-every for the interval"
+    if flag == "save-total-limit" and text in ("0", "1"):
+        return "must be at least 2 here, so that one checkpoint is left if the newest is damaged; give 2 or more"
+    if flag == "load-best-model-at-end" and not names & {"eval-every", "config"}:
+        return "is --keep-best 1 here, by the evaluations of steps that are saved; give --eval-every with --save-steps"
     if flag == "optim" and text == "sgd":
         return "has no momentum in the Trainer; give --optimizer sgd, and its momentum as --beta1"
     if flag == "lr-scheduler-type" and text == "constant" and warms_up:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
 
 from megalite.extras.saved_model import resolve_checkpoint
 from megalite.runtime.checkpoint.manifest import Manifest, read_manifest
+from megalite.runtime.checkpoint.pruning import ranked
 from megalite.runtime.checkpoint.reader import ShardReader
 from megalite.runtime.checkpoint.safetensors_io import num_bytes
+from megalite.runtime.places.folder_place import FolderPlace
+from megalite.runtime.places.names import step_folders
 
 
 def describe(path: str | Path, tensors: bool = False, verify: bool = False) -> list[str]:
@@ -31,6 +35,7 @@ def describe(path: str | Path, tensors: bool = False, verify: bool = False) -> l
         for number in range(len(manifest.files)):
             reader.descriptor(number)
         lines = _summary(folder, manifest)
+        lines += _judged(folder)
         lines += [f"not part of it, ignored: {name}" for name in reader.extra_files()]
         if tensors:
             lines += _tensors(manifest)
@@ -52,6 +57,8 @@ def _summary(folder: Path, manifest: Manifest) -> list[str]:
     ]
     if "consumed_samples" in meta:
         lines.append(f"consumed samples: {meta['consumed_samples']:,}")
+    if "valid_loss" in meta:
+        lines.append(f"validation loss: {meta['valid_loss']:.4f}")
     model: dict[str, Any] = meta.get("config", {}).get("model", {})
     if model:
         shown = ("arch", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size", "seq_len")
@@ -65,6 +72,16 @@ def _summary(folder: Path, manifest: Manifest) -> list[str]:
     total = sum(f.size for f in manifest.files)
     lines.append(f"{len(manifest.files)} shards, {total:,} bytes")
     return lines
+
+
+def _judged(folder: Path) -> list[str]:
+    """List the checkpoints beside this one that record a validation loss, the lowest first."""
+    root = folder.parent
+    with contextlib.suppress(OSError):
+        judged = ranked(FolderPlace(root), [path.name for _, path in step_folders(root)])
+        best = judged[0][1] if judged else ""
+        return [f"{root / name}: validation loss {loss:.4f}{' (best)' * (name == best)}" for loss, name in judged]
+    return []
 
 
 def _tensors(manifest: Manifest) -> list[str]:

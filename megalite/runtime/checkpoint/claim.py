@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.runtime.checkpoint.mirror import Mirror
+from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.lock import RunLock
 from megalite.runtime.places.names import step_folders, step_of, store_name
@@ -19,13 +21,13 @@ class Claim:
     Args:
         root: the folder.
         run_id: shown to a second job that finds the folder in use.
-        keep_last: number of full checkpoints to keep.
+        keep: which checkpoints stay; what the run continues is added.
         mirror: the run's place in a store, if it has one.
     """
 
-    def __init__(self, root: Path, run_id: str, keep_last: int, mirror: Mirror | None = None) -> None:
+    def __init__(self, root: Path, run_id: str, keep: Keep, mirror: Mirror | None = None) -> None:
         self.root = root
-        self._keep_last = keep_last
+        self._keep = keep
         self._mirror = mirror
         self._lock = RunLock(root, run_id)
         self._resumed_from, self._base = "", -1
@@ -37,9 +39,9 @@ class Claim:
         Raises:
             UserError: the folder is in use or cannot be written.
         """
-        if self._keep_last < 2:
+        if self._keep.last < 2:
             raise UserError(
-                f"--keep-last {self._keep_last}",
+                f"--keep-last {self._keep.last}",
                 "must be at least 2, so that one checkpoint is left if the newest is damaged",
                 "use --keep-last 2 or more",
             )
@@ -72,16 +74,17 @@ class Claim:
         """Note the checkpoint that the run continues, if it is in this folder or from the run's place in the store."""
         # A copy that `--resume URL` of this place has made lies beside its checkpoints.
         if self._mirror is not None and path.parent in (self._mirror.copies, self.root / self._mirror.copies.name):
-            self._base = step_of(path.name)
-            self._mirror.continues(self._base, path.name)
+            self._base, self._keep = step_of(path.name), replace(self._keep, names=(path.name,))
+            self._mirror.continues(self._base)
             return
         # The checkpoint may lie elsewhere and be linked here; `latest` is a link to one that lies here.
         for candidate in (path.parent.resolve() / path.name, path.resolve()):
             steps = {p.name: step for step, p in step_folders(self.root)}
             if candidate.parent == self.root.resolve() and candidate.name in steps:
                 self._resumed_from, self._base = candidate.name, steps[candidate.name]
+                self._keep = replace(self._keep, names=(candidate.name,))
                 if self._mirror is not None:
-                    self._mirror.continues(self._base, "")
+                    self._mirror.continues(self._base)
                 return
 
     def catch_up(self) -> dict[str, Any] | None:
@@ -94,7 +97,7 @@ class Claim:
             return None
         # The same ID in every attempt: what an earlier one left is written over.
         save_id = (here / "COMMIT").read_text()[:16]
-        orders = self._mirror.describe_save(store_name(self._resumed_from, save_id), self._keep_last, hold=False)
+        orders = self._mirror.describe_save(store_name(self._resumed_from, save_id), self._keep, hold=False)
         job = {"name": self._resumed_from, "save_id": save_id, "full": True, "rank": 0, "root": str(self.root)}
         return {**job, "whole": str(here), "remote": orders}
 
@@ -113,15 +116,10 @@ class Claim:
 
     def at_upload(self, name: str, hold: bool) -> dict[str, Any] | None:
         """Note a save that begins, and describe what its upload does; None without a place in a store."""
-        return self._mirror.describe_save(name, self._keep_last, hold) if self._mirror is not None else None
+        return self._mirror.describe_save(name, self._keep, hold) if self._mirror is not None else None
 
     def at_commit(self) -> dict[str, Any]:
         """Describe what a commit does with the other checkpoints, as entries of the writer's job."""
         # Checkpoints that this run does not continue: all later ones, or, in a new run, all.
         others = [p.name for s, p in step_folders(self.root) if s > self._base and p.name not in self._written]
-        return {
-            "aside": others,
-            "keep_last": self._keep_last,
-            "keep": [self._resumed_from] if self._resumed_from else [],
-            "owner": self._lock.text,
-        }
+        return {"aside": others, "owner": self._lock.text, **self._keep.to_job()}

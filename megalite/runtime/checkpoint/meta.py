@@ -112,8 +112,12 @@ def _is_hf(value: Any) -> bool:
     return all(i is None or _is_count(i) for i in ids)
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
 def _are_losses(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 1000 and all(type(loss) in (int, float) for loss in value)
+    return isinstance(value, list) and len(value) <= 1000 and all(map(_is_number, value))
 
 
 def _is_blend(value: Any) -> bool:
@@ -132,6 +136,7 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mask_version": (lambda value: value == 2, "2"),
     "blend": (_is_blend, "samples taken of each set, which sum to a position"),
     "loss_history": (_are_losses, "a list of at most 1000 numbers"),
+    "valid_loss": (_is_number, "a number"),
     "scalars": (_are_scalars, "numbers of the optimizer and the loss scale"),
     "config": (_are_sections, "sections of options"),
     "hf": (_is_hf, "a type and ids of special tokens"),

@@ -14,6 +14,7 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.runtime.base.urls import is_url, join
 from megalite.runtime.base.waits import tell
 from megalite.runtime.checkpoint import local_copies
+from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.snapshot import WriterProcess
 from megalite.runtime.checkpoint.upload import METRICS
 from megalite.runtime.checkpoint.waiting import upload_waiting
@@ -61,7 +62,6 @@ class Mirror:
         self._owner = ""
         self._in_progress = ""
         self._base = -1
-        self._kept = ""
         self._written = list[str]()
 
     @classmethod
@@ -151,9 +151,9 @@ class Mirror:
 
             FolderPlace(root).clean_up(keep=waits)
 
-    def continues(self, step: int, name: str) -> None:
-        """Note the step that the run continues from, and the checkpoint if it is one of this place."""
-        self._base, self._kept = step, name
+    def continues(self, step: int) -> None:
+        """Note the step that the run continues from."""
+        self._base = step
 
     def lacks(self, checkpoint: Path) -> bool:
         """Whether the store has no committed equal of a local checkpoint, as far as it answers."""
@@ -169,7 +169,7 @@ class Mirror:
         """Whether an upload is in progress."""
         return bool(self._in_progress)
 
-    def describe_save(self, name: str, keep_last: int, hold: bool) -> dict[str, Any]:
+    def describe_save(self, name: str, keep: Keep, hold: bool) -> dict[str, Any]:
         """Note a save that begins, and return the writer's orders for its upload."""
         orders = {
             "url": self.url,
@@ -179,8 +179,7 @@ class Mirror:
             "hold": hold,
             "base": self._base,
             "written": list(self._written),
-            "keep": [self._kept] if self._kept else [],
-            "keep_last": keep_last,
+            **keep.to_job(),
         }
         self._written.append(name)
         self.held = name if hold else ""

@@ -21,6 +21,7 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.core.sharding import StateTensor
 from megalite.runtime.checkpoint.claim import Claim
 from megalite.runtime.checkpoint.mirror import Mirror, SaveError
+from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.snapshot import Source, WriterProcess, boxes_of
 from megalite.runtime.checkpoint.writer import ABANDONED
 from megalite.runtime.places.folder_place import FolderPlace
@@ -61,7 +62,7 @@ class Checkpointer:
         root: folder of the run's checkpoints ("RUN_DIR/checkpoints"); made if missing, owned until `close`.
         ctx: this rank's axes.
         run_id: recorded in the manifest, and shown to a second job that finds the folder in use.
-        keep_last: number of full checkpoints to keep; older ones are deleted after a commit.
+        keep: which full checkpoints stay (default: the newest 2); the others are deleted after a commit.
         on_error: "stop" raises when a save fails, "warn" logs a warning and continues.
         scratch: folder for an unnamed file that holds the snapshot of a save; None: host memory.
         mirror: where checkpoints are uploaded; None: nowhere.
@@ -75,7 +76,7 @@ class Checkpointer:
         root: str | Path,
         ctx: ParallelContext,
         run_id: str = "",
-        keep_last: int = 2,
+        keep: Keep | None = None,
         on_error: Literal["stop", "warn"] = "stop",
         scratch: Path | None = None,
         mirror: Mirror | None = None,
@@ -85,7 +86,7 @@ class Checkpointer:
         self.on_error = on_error
         self.mirror = mirror
         self.run_id = run_id or secrets.token_hex(8)
-        self._claim = Claim(self.root, self.run_id, keep_last, mirror)
+        self._claim = Claim(self.root, self.run_id, keep or Keep(), mirror)
         agree(ctx, self._claim.acquire if ctx.rank == 0 else lambda: None)
         if mirror is not None:
             mirror.meet(self.root / LOCK, ctx)

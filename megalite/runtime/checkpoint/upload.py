@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError, describe
 from megalite.runtime.checkpoint.fragments import assemble, fragment_name, fragment_text, wait_for_fragments
 from megalite.runtime.checkpoint.manifest import Manifest, commit_text, committable
+from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.places.names import step_of, store_name
 from megalite.runtime.places.place import COMMIT, MANIFEST, Save
 from megalite.runtime.places.store import Store, StoreError
@@ -166,7 +168,7 @@ class Uploader:
                     self._forget(part)
         for is_full in (True, False):
             kind = [part for part in self._left if part.job["full"] == is_full]
-            if old := kind[: -kind[-1].job["remote"]["keep_last"]] if kind else []:
+            if old := kind[: -Keep.from_job(kind[-1].job["remote"]).last] if kind else []:
                 self._forget(old[-1])
 
     def _forget(self, last: Part) -> None:
@@ -269,11 +271,10 @@ def _abandoned(place: StorePlace, part: Part) -> list[str]:
 
 
 def _tidy(place: StorePlace, part: Part) -> list[str]:
-    claim = part.job["remote"]
     # What another run has saved since it took the place is not this run's to prune.
     if problems := _try("older ones remain", lambda: _check_owner(place, part.job)):
         return problems
-    return place.tidy(part.name, claim["keep_last"], claim["keep"])
+    return place.tidy(part.name, partial(Keep.from_job(part.job["remote"]).staying, place))
 
 
 def _try(problem: str, step: Callable[[], None]) -> list[str]:

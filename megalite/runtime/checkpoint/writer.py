@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megalite.runtime.base.collector import without_collector
 from megalite.runtime.base.waits import on_wait
 from megalite.runtime.checkpoint.fragments import SavedBox, assemble, fragment_name, fragment_text, wait_for_fragments
 from megalite.runtime.checkpoint.manifest import box_key, committable
+from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.safetensors_io import make_header
 from megalite.runtime.checkpoint.upload import Part, Uploader
 from megalite.runtime.places.disk import write_file
@@ -216,5 +218,5 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
     if other := place.taken_by(job["owner"]):
         raise RuntimeError(f"the folder has been taken by {other}")
     moved = place.publish(save, *committable(manifest), job["aside"])
-    problems = place.tidy(save.name, job["keep_last"], job["keep"]) if job["full"] else []
+    problems = place.tidy(save.name, partial(Keep.from_job(job).staying, place)) if job["full"] else []
     return {"ok": True, "moved": moved, "problems": problems}

@@ -38,6 +38,7 @@ def evaluate(run: Run) -> float | None:
         remedy = "raise --seq-len if answers are cut off, or evaluate on other data"
         raise UserError(f"the {cfg.run.eval_steps} batches of an evaluation", rule, remedy)
     loss = total / targets
+    run.evaluated = run.step, run.consumed_samples, loss
     run.metrics.event("eval", step=run.step, loss=loss)
     logger.info(f"evaluation after step {run.step} | loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f}")
     run.heartbeat.beat("between steps", run.step, IDLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -14,10 +15,13 @@ from megalite.core.options.rates import describe_warmup
 from megalite.core.rows import MAX_WEIGHT
 from megalite.core.step import StepResult, train_step
 from megalite.runtime.base.collector import PeriodicCollector
+from megalite.runtime.checkpoint.pruning import ranked
 from megalite.runtime.checkpoint.save import SaveError
 from megalite.runtime.loop.evaluate import evaluate
 from megalite.runtime.loop.rewind import rewind
 from megalite.runtime.loop.run import Run, keep_copy, save
+from megalite.runtime.places.folder_place import FolderPlace
+from megalite.runtime.places.names import step_folders
 from megalite.runtime.record.fp8_amax import Fp8Amax
 from megalite.runtime.record.step_record import log_batch_size, step_record
 from megalite.runtime.recover.hub import UNFINISHED
@@ -133,8 +137,10 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     if run.step < cfg.train.train_steps:
         remedy = "the same command resumes from here" if saved else "the last save failed"
         logger.info(f"stopped after step {run.step} of {cfg.train.train_steps}: {remedy}")
-    elif not run.only_saves and (not cfg.run.eval_every or run.step % cfg.run.eval_every):
+    elif not run.only_saves and not cfg.run.eval_every:
+        # The run's first evaluation: if it fails, all that was trained is saved.
         evaluate(run)
+    log_best(run)
     run.stop_asked = False
     run.heartbeat.beat("after the last step", run.step, IDLE)
 
@@ -150,8 +156,21 @@ def log_plan(run: Run) -> None:
         logger.info(f"--batch-size-schedule: {cfg.train.batches.summary}")
     if warmup := describe_warmup(cfg.optim, cfg.train):
         logger.info(warmup)
+    if cfg.run.keep_best and cfg.run.judged_every != cfg.run.save_every:
+        steps_judged = f"checkpoints of every {cfg.run.judged_every} steps and of the last are evaluated"
+        logger.info(f"--keep-best {cfg.run.keep_best}: {steps_judged}, the others never count as best")
     if not cfg.run.save_every and last - run.step >= _LONG_RUN:
         warn_on_rank_0(f"--save-every 0: nothing is saved before step {last}; a crash loses everything up to there")
+
+
+def log_best(run: Run) -> None:
+    """Log which of the local checkpoints has the lowest validation loss, if such are kept."""
+    if not run.engine.cfg.run.keep_best or run.engine.ctx.rank != 0:
+        return
+    root = run.checkpointer.root
+    with contextlib.suppress(OSError):
+        for loss, name in ranked(FolderPlace(root), [path.name for _, path in step_folders(root)])[:1]:
+            logger.info(f"the lowest validation loss of the checkpoints that are kept is {loss:.4f}: {root / name}")
 
 
 def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
@@ -254,9 +273,9 @@ def catch_up(run: Run, progress: Progress) -> None:
 
 
 def follow_up(run: Run, progress: Progress) -> None:
-    """Do what is due after a step, besides its record."""
-    every = run.engine.cfg.run.eval_every
-    if every and run.step % every == 0:
+    """Do what is due after a step, besides its record: the evaluation first, as a save records its loss."""
+    every, last = run.engine.cfg.run.eval_every, run.engine.cfg.train.train_steps
+    if every and (run.step % every == 0 or run.step == last):
         evaluate(run)
     progress.failure = save_failure(run)
     save_if_due(run, progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,7 @@ class Run:
         weights: name of the last checkpoint of weights alone, and the samples consumed by then; None before the first.
         weights_lost: it was cut short with an earlier process.
         written: samples consumed at each checkpoint that earlier processes of this run have written, by its name.
+        evaluated: step, samples consumed and loss of the last evaluation in this process.
     """
 
     engine: Engine[Config]
@@ -98,11 +100,18 @@ class Run:
     weights: tuple[str, int] | None = None
     weights_lost: bool = False
     written: dict[str, int] = field(default_factory=dict)
+    evaluated: tuple[int, int, float] = (-1, 0, math.nan)
 
     @property
     def consumed_samples(self) -> int:
         """Samples of all ranks up to the end of the last step."""
         return self.engine.cfg.train.batches.samples(self.step) + self.sample_offset
+
+    @property
+    def valid_loss(self) -> float | None:
+        """Loss of the evaluation of the state as it is now; None: there was none, or it is not finite."""
+        step, samples, loss = self.evaluated
+        return loss if (step, samples) == (self.step, self.consumed_samples) and math.isfinite(loss) else None
 
     @property
     def only_saves(self) -> bool:
@@ -162,7 +171,8 @@ def save(run: Run, weights_only: bool = False) -> None:
     if engine.cfg.run.check_replicas:
         check_replicas(engine.optimizer.copies(), engine.ctx)
     position = run.datasets.position_meta(run.consumed_samples) if engine.ctx.rank == 0 else {}
-    meta = {**run.meta, **position, **_state(run)}
+    judged = {} if run.valid_loss is None else {"valid_loss": run.valid_loss}
+    meta = {**run.meta, **position, **judged, **_state(run)}
     write = run.checkpointer.save_model if weights_only else run.checkpointer.save
     path = write(run.step, engine.optimizer.states(), meta, background=True)
     if path is None:

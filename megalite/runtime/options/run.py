@@ -5,6 +5,7 @@ Each group checks itself; `Config` checks them against each other. An error is a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -36,6 +37,9 @@ class RunConfig:
     """Steps between checkpoints; 0: only at the end."""
     keep_last: int = 2
     """Number of checkpoints to keep; older ones are deleted after each save."""
+    keep_best: int = 0
+    """Number of checkpoints with the lowest validation losses to keep besides; each is judged by the evaluation of its
+    own step (--eval-every), and one of a step without is not."""
     resume: str = "latest"
     """Checkpoint to resume from: the latest in --run-dir, none (never), or that of a run or checkpoint at PATH."""
     reset_data: bool = False
@@ -95,11 +99,18 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         from_0 = (
-            "save_every save_model_every eval_every eval_steps max_recoveries spare_ranks max_minutes exit_interval"
+            "save_every save_model_every eval_every eval_steps max_recoveries spare_ranks max_minutes exit_interval "
+            "keep_best"
         )
         in_range(self, from_0, 0, 10**10)
         in_range(self, "log_every recover_every", 1, 10**10)
         in_range(self, "keep_last", 2, 10**6)
+        require(
+            not self.keep_best or (self.save_every > 0 and self.evaluates),
+            f"--keep-best {self.keep_best}",
+            "goes by the evaluations of steps that are saved",
+            "give --eval-every, and a --save-every that is a multiple of it, or drop --keep-best",
+        )
         # A timeout shorter than a step, or than reading a file at start-up, would end healthy runs.
         in_range(self, "watchdog_timeout", 1 if self.watchdog_timeout != 0 else 0, 10**7)
         in_range(self, "spike_threshold", 1, 10**6, above=True)
@@ -130,6 +141,11 @@ class RunConfig:
     def evaluates(self) -> bool:
         """Whether there are evaluations between steps, for which data must be there."""
         return self.eval_every > 0 and self.eval_steps > 0
+
+    @property
+    def judged_every(self) -> int:
+        """Steps from one that is both evaluated and saved to the next; 0: there are none but the last."""
+        return math.lcm(self.save_every, self.eval_every if self.eval_steps else 0)
 
     @property
     def folder(self) -> Path:
@@ -168,7 +184,14 @@ class Config(StepConfig):
                 check_user(f"--{dashed(name)}", str(text))
 
     def _check_steps(self) -> None:
-        """Check the steps that are profiled or recorded against those of the run."""
+        """Check the steps that are profiled, recorded or judged against those of the run."""
+        run = self.run
+        require(
+            not run.keep_best or run.judged_every <= self.train.train_steps,
+            f"--keep-best {run.keep_best} with --save-every {run.save_every} and --eval-every {run.eval_every}",
+            f"no step up to --train-steps {self.train.train_steps} but the last is both evaluated and saved",
+            "let --save-every be a multiple of --eval-every",
+        )
         for flag, asked in (("--profile", self.run.profile), ("--record-schedule", self.run.record_schedule)):
             steps, last = step_range(flag, asked), self.train.train_steps
             require(

@@ -85,21 +85,27 @@ class FolderPlace:
         os.rename(self.root / name, self.root / f"aside_{number}_{name}")
         return f"{name} -> aside_{number}_{name}"
 
-    def tidy(self, newest: str, keep_last: int, keep: Collection[str]) -> list[str]:
+    def tidy(self, newest: str, staying: Callable[[Sequence[str]], Collection[str]]) -> list[str]:
         """Flush the rename to the disk, point `latest` at the newest checkpoint, and prune older ones."""
         root = self.root
-        problems = []
-        steps: list[tuple[str, Callable[[], None]]] = [
-            (f"{root / newest} may not survive a power failure", lambda: sync_folder(root)),
-            (f"{root / 'latest'} does not point at {newest}", lambda: self._point_latest(newest)),
-        ]
-        old = [path for _, path in step_folders(root)[keep_last:] if path.name not in keep]
-        steps += [(f"{path} was not pruned", partial(_prune, path)) for path in old]
-        for what, step in steps:
+        problems = list[str]()
+
+        def attempt(what: str, step: Callable[[], None]) -> None:
             try:
                 step()
             except OSError as e:
                 problems.append(f"{what} ({e.strerror or e})")
+
+        def prune() -> None:
+            names = [path.name for _, path in step_folders(root)]
+            kept = staying(names)
+            for name in names:
+                if name not in kept:
+                    attempt(f"{root / name} was not pruned", partial(_prune, root / name))
+
+        attempt(f"{root / newest} may not survive a power failure", lambda: sync_folder(root))
+        attempt(f"{root / 'latest'} does not point at {newest}", lambda: self._point_latest(newest))
+        attempt("older ones remain", prune)
         return problems
 
     def _point_latest(self, name: str) -> None:

@@ -9,7 +9,7 @@ its owner lives; a store knows no processes, and the last run to take it has it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
@@ -63,15 +63,14 @@ class Place(Protocol):
     def set_aside(self, name: str) -> str:
         """Keep a checkpoint, but out of what runs resume from or delete; return "old -> new"."""
 
-    def tidy(self, newest: str, keep_last: int, keep: Collection[str]) -> list[str]:
+    def tidy(self, newest: str, staying: Callable[[Sequence[str]], Collection[str]]) -> list[str]:
         """Finish after full checkpoint `newest` was published: point `latest` at it, and delete older ones.
 
         The checkpoint exists by now, so nothing that fails here undoes it.
 
         Args:
             newest: name of the checkpoint.
-            keep_last: number of full checkpoints to keep.
-            keep: others that stay.
+            staying: returns those that stay, of the names of full checkpoints, newest first.
 
         Returns:
             What failed, one line each.

@@ -6,7 +6,7 @@ that started. `latest` names the last commit, for listings that lag behind.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from megalite.runtime.base.untrusted import BadFile, parse_json
 from megalite.runtime.base.urls import join
@@ -95,11 +95,11 @@ class StorePlace:
         self.store.delete([f"{name}/{COMMIT}"])
         return f"{name} -> {name}/{ASIDE}"
 
-    def tidy(self, newest: str, keep_last: int, keep: Collection[str]) -> list[str]:
+    def tidy(self, newest: str, staying: Callable[[Sequence[str]], Collection[str]]) -> list[str]:
         """Point `latest` at the newest checkpoint, and delete older ones and what is left of their saves."""
         try:
             self.store.write(LATEST, newest.encode())
-            kept = {*self.committed()[:keep_last], *keep, newest}
+            kept = {*staying(self.committed()), newest}
             for other in {n.rstrip("/") for n in self.store.names() if n.endswith("/")} - kept:
                 # Of a later one other ranks may be uploading their parts already.
                 if 0 <= step_of(other) < step_of(newest) and ASIDE not in (files := self.store.names(other)):

@@ -26,6 +26,7 @@ from megalite.core.optim.check_buckets import check_buckets
 from megalite.core.parts.options.fp8_options import describe_fp8
 from megalite.runtime.checkpoint.hf.start import load_hf
 from megalite.runtime.checkpoint.mirror import Mirror
+from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.data import (
     VERSION_OF_DATA,
@@ -164,7 +165,7 @@ def _open_same_data(
 def _make_checkpointer(cfg: Config, run_dir: Path, ctx: ParallelContext, run_id: str) -> Checkpointer:
     run, place = cfg.run, Mirror.of(cfg.run.run_dir, run_dir, cfg.run.upload_patience)
     scratch = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
-    return Checkpointer(run_dir / "checkpoints", ctx, run_id, run.keep_last, run.save_errors, scratch, place)
+    return Checkpointer(run_dir / "checkpoints", ctx, run_id, Keep.of(run), run.save_errors, scratch, place)
 
 
 def _hashes(datasets: Datasets, ctx: ParallelContext, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def odd(where: str, *values: Any) -> list[tuple[str, Any]]:
 
 ODD: list[tuple[str, Any]] = [
     *((f"meta/{key}", v) for key in ("step", "consumed_samples", "skipped_steps") for v in (-1, 1.5, True, 2**62, "2")),
+    *odd("meta/valid_loss", "1", True, None, [1.0]),
     *odd("step", -1, 1.5, True, 2**62),
     ("meta/step", 3),
     ("meta", []),

@@ -22,6 +22,7 @@ from megalite.extras.view.checkpoint import describe
 from megalite.runtime.checkpoint import writer
 from megalite.runtime.checkpoint.load import find_good, load_checkpoint, read_meta
 from megalite.runtime.checkpoint.manifest import Manifest, committable
+from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.save import Checkpointer, SaveError
 from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.place import Save
@@ -39,7 +40,7 @@ def names(root: Path) -> list[str]:
 
 
 def save_steps(root: Path, *steps: int, after: Path | None = None, keep_last: int = 9) -> None:
-    checkpointer = Checkpointer(root, CTX, keep_last=keep_last)
+    checkpointer = Checkpointer(root, CTX, keep=Keep(last=keep_last))
     if after is not None:
         checkpointer.continues(after)
     for step in steps:
@@ -48,7 +49,7 @@ def save_steps(root: Path, *steps: int, after: Path | None = None, keep_last: in
 
 
 def test_states_may_change_while_they_are_written(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, CTX, keep_last=9)
+    checkpointer = Checkpointer(tmp_path, CTX, keep=Keep(last=9))
     states = cs.states_at(5)
     os.kill(checkpointer._writer.process.pid, signal.SIGSTOP)
     path = checkpointer.save(5, states, {"step": 5}, background=True)
@@ -79,7 +80,7 @@ def test_prune_keeps_the_newest_and_what_was_resumed_from(tmp_path: Path) -> Non
     save_steps(tmp_path, 4, 5, 6, after=tmp_path / "step_00000003", keep_last=2)
     assert names(tmp_path) == ["step_00000003", "step_00000005", "step_00000006"]
     with pytest.raises(UserError, match="--keep-last 1: must be at least 2"):
-        Checkpointer(tmp_path, CTX, keep_last=1)
+        Checkpointer(tmp_path, CTX, keep=Keep(last=1))
 
 
 def test_a_history_left_behind_is_set_aside(tmp_path: Path) -> None:

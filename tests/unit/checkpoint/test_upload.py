@@ -32,6 +32,7 @@ from megalite.runtime.checkpoint.claim import Claim
 from megalite.runtime.checkpoint.fragments import assemble
 from megalite.runtime.checkpoint.manifest import Manifest, commit_text, read_manifest
 from megalite.runtime.checkpoint.mirror import Mirror, SaveError, copy_together
+from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.checkpoint.upload import Part, Uploader
@@ -625,7 +626,7 @@ def test_a_place_that_is_taken_after_the_commit(
 
 def test_a_missing_package_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    claim = Claim(tmp_path / "checkpoints", "r", 2, Mirror("gs://bucket/x", tmp_path))
+    claim = Claim(tmp_path / "checkpoints", "r", Keep(), Mirror("gs://bucket/x", tmp_path))
     with pytest.raises(UserError, match=r"megalite\[cloud\]"):
         claim.acquire()
     assert not (tmp_path / "checkpoints/lock").exists()
@@ -653,8 +654,10 @@ def test_a_place_is_taken_when_the_run_starts(tmp_path: Path, old: str) -> None:
 def test_a_run_continues_its_own_checkpoint(tmp_path: Path, copies: str) -> None:
     """A copy that the run or `--resume URL` has made: it is kept, and only later ones are set aside."""
     mirror, name = Mirror("s3://bucket/x", tmp_path), "step_00000004-" + "0" * 16
-    Claim(tmp_path / "checkpoints", "r", 2, mirror).continues(tmp_path / copies / name)
-    orders = mirror.describe_save("step_00000005-" + "1" * 16, 2, False)
+    claim = Claim(tmp_path / "checkpoints", "r", Keep(), mirror)
+    claim.continues(tmp_path / copies / name)
+    orders = claim.at_upload("step_00000005-" + "1" * 16, False)
+    assert orders is not None
     assert (orders["base"], orders["keep"]) == (4, [name])
 
 
@@ -680,8 +683,8 @@ def test_what_is_held_is_uploaded_when_the_store_is_free(tmp_path: Path, monkeyp
     monkeypatch.setattr(Reports, "release", lambda _, name: released.append(name), raising=False)
     monkeypatch.setattr(Reports, "wait", lambda *_: is_written, raising=False)
     first, second = (f"step_0000000{i}-" + "0" * 16 for i in (1, 2))
-    mirror.describe_save(first, 2, False)
-    mirror.describe_save(second, 2, True)
+    mirror.describe_save(first, Keep(), False)
+    mirror.describe_save(second, Keep(), True)
     mirror.check(writer_of(""), stop=True)
     assert not released
     is_written = True

@@ -103,6 +103,10 @@ BAD: list[tuple[type, dict[str, Any], str, str]] = [
     (OptimConfig, {"lr_decay_steps": 5, "warmup_steps": 6}, "--lr-decay-steps 5", "before the --warmup-steps 6"),
     (OptimConfig, {"loss_scale": 0.0}, "--loss-scale 0.0", "must be more than 0"),
     (RunConfig, {"keep_last": 1}, "--keep-last 1", "must be at least 2"),
+    (RunConfig, {"keep_best": -1}, "--keep-best -1", "must be at least 0"),
+    (RunConfig, {"keep_best": 1, "save_every": 5}, "--keep-best 1", "goes by the evaluations of steps that are saved"),
+    (RunConfig, {"keep_best": 1, "eval_every": 5}, "--keep-best 1", "goes by the evaluations of steps that are saved"),
+    (RunConfig, {"keep_best": 1, "save_every": 5, "eval_every": 5, "eval_steps": 0}, "--keep-best 1", "evaluations"),
     (RunConfig, {"save_every": -1}, "--save-every -1", "must be at least 0"),
     (RunConfig, {"run_dir": ""}, "--run-dir ''", "is empty"),
     (RunConfig, {"watchdog_timeout": 0.01}, "--watchdog-timeout 0.01", "must be at least 1"),
@@ -224,3 +228,17 @@ def test_layer_types_name_windows_one_by_one() -> None:
     for types, options in (((sliding,), {"window": None}), (("local",), {}), ((full,) * 5, {})):
         with pytest.raises(UserError, match="--layer-types .*: must name at most 4 layers"):
             windows(types, **options)
+
+
+def test_the_best_need_steps_that_are_saved_and_evaluated() -> None:
+    """Saves that are evaluated by accident, or only the last one, are no choice."""
+    for save_every, eval_every, steps, judged in ((100, 50, 1000, 100), (6, 4, 12, 12), (6, 4, 11, 0), (300, 7, 50, 0)):
+        run, train = (
+            RunConfig(save_every=save_every, eval_every=eval_every, keep_best=2),
+            TrainConfig(train_steps=steps),
+        )
+        if judged:
+            assert Config(run=run, train=train).run.judged_every == judged
+            continue
+        with pytest.raises(UserError, match=f"no step up to --train-steps {steps} but the last is both evaluated and"):
+            Config(run=run, train=train)

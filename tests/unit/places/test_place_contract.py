@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Place]:
         return StorePlace(Store(f"{above}/{name}"))
 
     return new
+
+
+def newest(count: int, *others: str) -> Callable[[Sequence[str]], set[str]]:
+    """Keep so many, and others by name."""
+    return lambda names: {*names[:count], *others}
 
 
 def put_parts(place: Place, save: Save) -> None:
@@ -258,7 +263,7 @@ def test_what_is_set_aside_is_kept(make: Callable[[], Place]) -> None:
     publish(place, again)
     place.set_aside(name_of(place, again))
     last = published(place, 3, 4)
-    assert place.tidy(last[-1], 1, []) == []
+    assert place.tidy(last[-1], newest(1)) == []
     assert place.committed() == [last[-1]]
     assert_nothing_lost(place, save_of(1), again, save_of(4))
 
@@ -294,7 +299,7 @@ def test_older_ones_are_pruned(make: Callable[[], Place]) -> None:
     publish(place, weights)
     names = published(place, 1, 2, 3, 4, 5)
     put_parts(place, save_of(6))
-    assert place.tidy(names[4], 2, [names[1]]) == []
+    assert place.tidy(names[4], newest(2, names[1])) == []
     assert place.committed() == [names[4], names[3], names[1]]
     for step in (2, 4, 5):
         assert_whole(place, name_of(place, save_of(step)), save_of(step))
@@ -307,7 +312,7 @@ def test_older_ones_are_pruned(make: Callable[[], Place]) -> None:
 def test_a_kill_while_pruning_leaves_no_half_of_a_checkpoint(make: Callable[[], Place]) -> None:
     def prepare(place: Place) -> Callable[[], Any]:
         names = published(place, 1, 2, 3, 4)
-        return lambda: place.tidy(names[3], 2, [])
+        return lambda: place.tidy(names[3], newest(2))
 
     for place in kills(make, prepare):
         names = {name_of(place, save_of(step)): save_of(step) for step in (1, 2, 3, 4)}
@@ -315,7 +320,7 @@ def test_a_kill_while_pruning_leaves_no_half_of_a_checkpoint(make: Callable[[], 
         assert committed[:2] == [*names][:1:-1]
         for name in committed:
             assert_whole(place, name, names[name])
-        assert place.tidy(committed[0], 2, []) == []
+        assert place.tidy(committed[0], newest(2)) == []
         assert place.committed() == committed[:2]
 
 
@@ -324,7 +329,7 @@ def test_pruning_that_fails_is_told(make: Callable[[], Place], monkeypatch: pyte
     place = make()
     names = published(place, 1, 2, 3)
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_: object, **__: object) -> Any:
         raise PermissionError(13, "Permission denied")
 
     def forbid(store: Store, *_: object) -> None:
@@ -334,9 +339,13 @@ def test_pruning_that_fails_is_told(make: Callable[[], Place], monkeypatch: pyte
         monkeypatch.setattr(os, "rename", refuse)
     else:
         monkeypatch.setattr(Store, "delete", forbid)
-    (problem,) = place.tidy(names[2], 2, [])
+    (problem,) = place.tidy(names[2], newest(2))
     assert "Permission denied" in problem or "is forbidden" in problem
     assert place.committed() == names[::-1]
+    monkeypatch.undo()
+    (problem,) = place.tidy(names[2], refuse)
+    assert problem.startswith("older ones remain (")
+    assert place.committed() == names[::-1], "nothing is deleted while it is not known what stays"
 
 
 def test_a_place_knows_whose_it_is(make: Callable[[], Place]) -> None:

@@ -63,6 +63,21 @@ def test_a_run_with_validation_data_evaluates_once_at_its_end(
     assert said == ["new run", "training from step 1 of 4", *(f"step {i}/4" for i in (1, 2, 3, 4)), "evaluation after"]
 
 
+def test_a_step_is_evaluated_before_it_is_saved(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one too, but where it is the run's first evaluation, which may fail."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest keeps its own handlers
+    for every, expected in (
+        ("0", ["save 2", "save 4", "save 5", "eval 5"]),
+        ("2", ["eval 2", "save 2", "eval 4", "save 4", "eval 5", "save 5"]),
+    ):
+        run_dir = tmp_path / every
+        split = ["--data", data, "--train-steps", "5", "--split", "90,10", "--save-every", "2"]
+        run_of([*split, "--eval-every", every], run_dir)
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        found = [f"{line['event']} {line['step']}" for line in lines if line.get("event") in ("eval", "save")]
+        assert found == expected
+
+
 def test_garbage_is_collected_at_set_steps_only() -> None:
     seen: list[str] = []
     collection = PeriodicCollector()

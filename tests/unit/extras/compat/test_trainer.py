@@ -90,6 +90,14 @@ def test_a_script_trains_as_it_does_there(scheduler: str) -> None:
         ("--num-attention-heads 4 --learning-rate 1e-4", 1, {"lr": 1e-4, "weight_decay": 0.01, "position": "learned"}),
         ("--lr_scheduler_type inverse_sqrt --warmup_steps 5", 1, {"lr_decay": "inverse-square-root"}),
         ("--lr 1e-3", 1, {"lr": 1e-3, "weight_decay": 0.1, "beta2": 0.95}),
+        (
+            "--load_best_model_at_end True --metric_for_best_model eval_loss --greater_is_better False --eval-every 5 "
+            "--save_steps 5 --save_total_limit 3",
+            1,
+            {"keep_best": 1, "keep_last": 3},
+        ),
+        ("--load_best_model_at_end False --save_steps 5", 1, {"keep_best": 0}),
+        ("--max_steps -1 --train-steps 7 --save_total_limit 2", 1, {"train_steps": 7, "keep_last": 2}),
     ],
 )
 def test_what_their_words_become(argv: str, world: int, expected: dict[str, Any] | None) -> None:
@@ -113,6 +121,10 @@ def test_what_their_words_become(argv: str, world: int, expected: dict[str, Any]
         ("--lr_scheduler_type inverse_sqrt", "falls over 10,000 steps in the Trainer"),
         ("--gradient-accumulation-steps 4 --layout auto", "follows from the layout that is chosen"),
         ("--eval_steps 5 --max_steps 9 --report_to wandb", "2 flags: must be changed"),
+        ("--load_best_model_at_end --save_steps 5", "--load-best-model-at-end: is --keep-best 1 here"),
+        ("--metric_for_best_model bleu", "the best checkpoint is the one of the lowest validation loss"),
+        ("--save_total_limit 1", "--save-total-limit 1: must be at least 2 here"),
+        ("--save_total_limit 0", "--save-total-limit 0: must be at least 2 here"),
         ("--optim galore_adamw", "--optim galore_adamw: must be one of"),
         ("--num-train-epochs 3", "give --train-steps, which is epochs x samples"),
     ],
