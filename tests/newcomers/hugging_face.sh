@@ -1,5 +1,5 @@
 # A Hugging Face user: a folder of transformers and Alpaca records in, a folder of transformers out.
-set -eu
+set -euo pipefail
 python -c '
 import json, torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,9 +16,13 @@ LlamaForCausalLM(LlamaConfig(vocab_size=bpe.get_vocab_size(), max_position_embed
 rows = [{"instruction": f"what are {i} and {i}?", "input": "", "output": f"{2 * i}"} for i in range(60)]
 json.dump(rows, open("alpaca.json", "w"))'
 megalite preprocess --chat --chat-template chatml --input alpaca.json --tokenizer hf --out chats --workers 1
-megalite train --nproc 2 --init-from-hf hf --tokenizer hf --data chats --zero 3 --seq-len 64 --train-steps 4 --device cpu \
-    --global-batch-size 4 --lr 3e-4 --split 1,0,0 --run-dir run 2>&1 | tee train.log
+# In the words of the Trainer: what it would take by default is said.
+megalite train --nproc 2 --model_name_or_path hf --tokenizer hf --data chats --seq-len 64 --split 1,0,0 --device cpu \
+    --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --max_steps 4 --learning_rate 3e-4 --warmup_ratio 0.25 \
+    --lr_scheduler_type cosine --max_grad_norm 1.0 --fsdp "full_shard auto_wrap" --output_dir run 2>&1 | tee train.log
 grep -q "answers" train.log
+grep -q "as in the Hugging Face Trainer" train.log
+grep -q "ZeRO-3" train.log
 megalite convert export --checkpoint run --out out --tokenizer hf
 echo "two and two are four" >text.txt
 for model in run out; do megalite evaluate $model --text text.txt --device cpu --tokenizer hf >$model.json; done

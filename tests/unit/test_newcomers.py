@@ -1,4 +1,4 @@
-"""The first hour of four people, as scripts that run with the installed wheel in an empty folder."""
+"""The first hour of seven people, as scripts that run with the installed wheel in an empty folder."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from tests.installed import Installed
 from tests.ranks import ROOT
 
 SCRIPTS = ROOT / "tests" / "newcomers"
+PEOPLE = ("lead", "student", "researcher", "data", "hugging_face", "megatron", "deepspeed")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("who", ["lead", "student", "hugging_face", "researcher"])
+@pytest.mark.parametrize("who", PEOPLE)
 def test_a_first_hour(installed: Installed, tmp_path: Path, who: str) -> None:
     if who == "hugging_face":
         pytest.importorskip("transformers")
@@ -22,4 +23,4 @@ def test_a_first_hour(installed: Installed, tmp_path: Path, who: str) -> None:
 
 
 def test_every_script_is_run() -> None:
-    assert {path.stem for path in SCRIPTS.iterdir()} == {"lead", "student", "hugging_face", "researcher"}
+    assert {path.stem for path in SCRIPTS.iterdir()} == {*PEOPLE}
