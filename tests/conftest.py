@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import resource
+import shlex
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -49,6 +50,13 @@ def pytest_collection_finish() -> None:
     """Keep what imports and the collection have made out of garbage collections, which would look at each object."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print for each failure the command that repeats it alone; hypothesis prints its seed with the failure itself."""
+    failed = {report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])}
+    for name in sorted(failed):
+        terminalreporter.write_line(f"repeat: bash tests/run.sh --full -n 0 {shlex.quote(name)}")
 
 
 @pytest.hookimpl(wrapper=True)

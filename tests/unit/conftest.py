@@ -13,7 +13,7 @@ from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from tests.installed import Installed, install
 
 # How long an example takes says more about the machine's other work than about the rule.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any machine", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
