@@ -127,8 +127,6 @@ def _means_otherwise(flag: str, text: str, names: Set[str]) -> str:
     warms_up = bool(names & {"warmup-steps", "warmup-ratio"})
     if flag == "eval-steps":
         return "is an interval in the Trainer's words, and a number of batches here; give --eval-every for the interval"
-    if flag == "save-total-limit" and text in ("0", "1"):
-        return "must be at least 2 here, so that one checkpoint is left if the newest is damaged; give 2 or more"
     if flag == "load-best-model-at-end" and not names & {"eval-every", "config"}:
         return "is --keep-best 1 here, by the evaluations of steps that are saved; give --eval-every with --save-steps"
     if flag == "optim" and text == "sgd":

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -104,9 +105,25 @@ def parse(
             for setting, chosen in {name: value, **dialect.implied.get(flag, {})}.items():
                 add_flag(flags, setting, chosen, written, dialect)
     values = _values(layers)
-    groups = {group: cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for group, cls in GROUPS.items()}
     settled = None if start.layout is None else frozenset((*LAYOUT, *LAYOUT_DETAILS)) & flags.keys()
-    return CommandLine(Config(**groups), start.print_config, start.dry_run, settled, world)
+    with _in_words_given(flags, dialect):
+        config = Config(**{group: cls(**_fields_of(cls, values)) for group, cls in GROUPS.items()})
+    return CommandLine(config, start.print_config, start.dry_run, settled, world)
+
+
+@contextlib.contextmanager
+def _in_words_given(flags: Layer, dialect: Dialect) -> Iterator[None]:
+    """Let errors name options by the flags of another tool that they were given with."""
+    try:
+        yield
+    except UserError as e:
+        theirs = {dashed(name): option.source for name, option in flags.items() if option.source[2:] in dialect.renamed}
+        said = re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*)", lambda flag: theirs.get(flag[1], flag[0]), str(e))
+        raise type(e).from_message(said) from None
+
+
+def _fields_of(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f.name: values[f.name] for f in dataclasses.fields(cls)}
 
 
 def to_yaml(config: Config) -> str:

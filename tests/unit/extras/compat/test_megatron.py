@@ -715,6 +715,21 @@ def test_experts_in_their_words() -> None:
         config("--num-experts", "8", "--tp", "4", "--expert-tensor-parallel-size", "2")
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--num-attention-heads 7 --hidden-size 64", "--hidden-size 64: must be divisible by --num-attention-heads 7;"),
+        ("--num-heads 7 --hidden-size 64", "--hidden-size 64: must be divisible by --num-heads 7;"),
+        ("--save-interval -3", "--save-interval -3: must be at least 0"),
+        ("--lr-warmup-init -1", "--lr-warmup-init -1.0: must be at least 0"),
+    ],
+)
+def test_errors_are_in_the_words_that_were_given(line: str, told: str) -> None:
+    with pytest.raises(UserError) as raised:
+        parse(line.split())
+    assert str(raised.value).startswith(told)
+
+
 # ------------------------------------------------------------------------------------------------ docs/megatron.md
 
 
