@@ -74,7 +74,18 @@ FAMILY_SIZES: dict[str, Draw] = {
     "qwen3_next": {**EXPERTS, **DELTA_NETS, "moe_shared_ffn_size": 16, "rope_fraction": 0.5},
 }
 FAMILY_NAMES = (
-    *("deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "llama4_text"),
+    *(
+        "deepseek_v2",
+        "deepseek_v3",
+        "gemma2",
+        "gemma3_text",
+        "glm4_moe",
+        "gpt2",
+        "gpt_neox",
+        "gpt_oss",
+        "llama4_text",
+        "opt",
+    ),
     *("mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
 )
 RATES = {"sgd": 0.05, "lars": 1.0, "lion": 1e-4, "muon": 5e-3}
@@ -209,7 +220,7 @@ class _Drawing:
         for name in ("qkv_bias", "o_bias", "mlp_bias"):
             if name != "mlp_bias" or not self.biased():
                 self.maybe(parts, name, True)
-        if out.get("arch") != "gpt2" and "position" not in out:
+        if out.get("arch") not in ("gpt2", "opt") and "position" not in out:
             self.maybe(
                 0.25 if out.get("arch") in ("deepseek_v3", "glm4_moe", "qwen3_next") else parts / 2,
                 "mtp_num_layers",

@@ -34,7 +34,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_next": {"linear_attention_freq": 2, "head_dim": 8, "norm_eps": 0.1}
     | {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 10},
 }
-UNGROUPED = {"gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3"}
+UNGROUPED = {"gpt2", "gpt_neox", "opt", "deepseek_v2", "deepseek_v3"}
 
 
 @cache

@@ -228,9 +228,11 @@ class PositionEmbedding(nn.Module):
     def __init__(self, layers: Layers) -> None:
         super().__init__()
         self.weight = layers.param("embed_positions.weight")
+        self.offset = layers.cfg.position_offset
         self.shard = layers.tp.rank if layers.sequence_parallel else 0
 
     def forward(self, x_SBH: torch.Tensor, positions: Positions) -> torch.Tensor:
         """Add the embeddings of this rank's part of the positions."""
         first = x_SBH.shape[0] * self.shard
-        return x_SBH + positions.between(first, first + x_SBH.shape[0]).look_up(self.weight)
+        table = self.weight[self.offset :]
+        return x_SBH + positions.between(first, first + x_SBH.shape[0]).look_up(table)

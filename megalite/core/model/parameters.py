@@ -41,7 +41,8 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
 
     vocabulary("embed_tokens.weight")
     if cfg.position == "learned":
-        specs.append(ParamSpec("embed_positions.weight", (cfg.positions, hidden), std=std, partial=("sequence",)))
+        shape = (cfg.position_offset + cfg.positions, hidden)
+        specs.append(ParamSpec("embed_positions.weight", shape, std=std, partial=("sequence",)))
     for i in range(cfg.num_layers):
         specs.extend(_block(cfg, i))
     specs.extend(norm(cfg, "norm"))

@@ -51,6 +51,8 @@ class ModelShape:
     """Scale by 1 + weight in norms (Gemma)."""
     position: Literal["rope", "learned"] = "rope"
     """Rotary or learned absolute position embeddings."""
+    position_offset: int = 0
+    """Rows of learned positions before that of the first token, which no token reads (OPT: 2)."""
     query_pre_attn_scalar: int | None = None
     """Divide attention scores by the square root of this. Default: --head-dim."""
     attention_softcap: float | None = None
@@ -142,6 +144,7 @@ class ModelShape:
         in_range(self, "norm_eps init_std", 0, 100, above=True)
         in_range(self, "attention_softcap logit_softcap", 0, 1e12, above=True)
         in_range(self, "hidden_dropout attention_dropout", 0, 1)
+        in_range(self, "position_offset", 0, 2**20)
 
     def check_sizes(self) -> None:
         """Check derived values against each other.
@@ -160,4 +163,10 @@ class ModelShape:
             f"--seq-len {self.seq_len}",
             f"is longer than the {self.max_position_embeddings} learned positions",
             "lower --seq-len or raise --max-position-embeddings",
+        )
+        require(
+            self.position_offset == 0 or self.position == "learned",
+            f"--position-offset {self.position_offset} with --position {self.position}",
+            "is of learned positions",
+            "drop it, or use --position learned",
         )
