@@ -17,16 +17,17 @@ from megalite.core.base.errors import UserError
 from megalite.extras.convert.hf import export_hf
 from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.families import tiny
 from tests.parity.harness import Grid, check, ranks_of
-from tests.parity.oracle import train_plainly
+from tests.parity.oracle import STARTS, train_plainly
 from tests.rows import layout_tests
 from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
 from tests.workers import WorkerPool
 
-FAMILIES, STEPS = ("opt",), 5
+FAMILIES, STEPS = ("opt", "bloom"), 5
 # World -> layouts, one after the other on the same ranks.
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
@@ -100,18 +101,35 @@ def test_every_layout_follows_transformers(
             assert (ours[name] - theirs).abs().max() <= 1e-5 * theirs.abs().max(), f"{family} {layout}: {name}"
 
 
+def packed(step: int) -> Rows:
+    """Samples of several documents: positions are counted in each."""
+    batch = jobs.batches(step)[step - 1]
+    return Rows(batch[:, :-1], batch[:, 1:], STARTS)
+
+
 MODELS = [dataclasses.replace(tiny(family), init_std=0.1) for family in FAMILIES]
+# Two query heads on each key head, a window and an output gate; and a module that predicts a further token.
+BLOOM = dataclasses.replace(
+    tiny("bloom"),
+    init_std=0.1,
+    num_kv_heads=4,
+    window=7,
+    attention_output_gate=True,
+)
+FURTHER = jobs.llama(position="alibi", mtp_num_layers=1, init_std=0.1)
 STRONG: Grid = {
     ranks_of(4, tp=2, pp=2): [
         (model, 1, more, {"loss_chunk": chunk})
         for model in MODELS
         for more, chunk in (({"schedule": "zb-v", "vp": 2}, 0), ({"sequence_parallel": False}, 5))
     ],
+    ranks_of(2, cp=2): [(BLOOM, 1, {"cp_comm": comm}, {"data": packed}) for comm in ("gather", "a2a")],
     ranks_of(4, tp=2, cp=2): [
         (model, zero, {"cp_comm": comm}, {"recompute": recompute})
         for model in MODELS
         for zero, comm, recompute in ((3, "ring", "selective"), (1, "a2a", "full"))
     ],
+    ranks_of(2, pp=2): [(FURTHER, 1, {}, {})],
 }
 GRID: Grid = {
     ranks_of(4, tp=4): [(model, 2, {}, {}) for model in MODELS],
@@ -126,6 +144,8 @@ test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
     ("family", "options", "says"),
     [
         ("opt", {"position": "rope"}, "--position-offset 2 with --position rope: is of learned positions"),
+        ("bloom", {"attention_softcap": 2.0}, "--attention-softcap 2.0 with --position alibi: would cap the bias"),
+        ("bloom", {"seq_len": 70000}, "--seq-len 70000 with --position alibi: is longer than the 65536 positions"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(family: str, options: dict[str, Any], says: str) -> None:

@@ -74,6 +74,8 @@ class GPTStage(nn.Module):
             self.embed_tokens = layers.embedding("embed_tokens")
             if cfg.position == "learned":
                 self.embed_positions = PositionEmbedding(layers)
+            if cfg.embedding_norm:
+                self.embed_norm = layers.norm("embed_norm")
             self.embedding_dropout = layers.dropout("embedding", -1)
         self._blocks = [Block(layers, i) for i in blocks]
         self.layers = nn.ModuleDict({str(i): block for i, block in zip(blocks, self._blocks)})
@@ -129,6 +131,8 @@ class GPTStage(nn.Module):
             x = self.embed_tokens(x)
             if hasattr(self, "embed_positions"):
                 x = self.embed_positions(x, batch.positions)
+            if hasattr(self, "embed_norm"):
+                x = self.embed_norm(x)
             x = self.embedding_dropout(x, fwd)
         fwd = replace(fwd, router_weights_SB=batch.router_weights_SB)
         # The tables of each kind of layer are made once.
@@ -168,7 +172,7 @@ class GPTStage(nn.Module):
     def chains(self) -> list[list[nn.Module]]:
         """List `units` in chains: in each, a pass runs one after the other."""
         ends = ("norm", "lm_head") if self.last else ()
-        starts = ("embed_tokens", "embed_positions") if self.first else ()
+        starts = ("embed_tokens", "embed_positions", "embed_norm") if self.first else ()
         chain = [
             *(getattr(self, name) for name in starts if hasattr(self, name)),
             *self._blocks,

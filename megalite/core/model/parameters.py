@@ -43,6 +43,7 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     if cfg.position == "learned":
         shape = (cfg.position_offset + cfg.positions, hidden)
         specs.append(ParamSpec("embed_positions.weight", shape, std=std, partial=("sequence",)))
+    specs.extend(norm(cfg, "embed_norm") if cfg.embedding_norm else [])
     for i in range(cfg.num_layers):
         specs.extend(_block(cfg, i))
     specs.extend(norm(cfg, "norm"))

@@ -11,6 +11,9 @@ from megalite.core.options.names import Choices
 
 MAX_LAYERS = 10_000
 """Parameters are listed per layer: without a limit, the list could take all memory before anything is checked."""
+ALIBI_COLUMNS = 8
+"""Columns of queries and keys that hold ALiBi's bias; kernels take head sizes that 8 divides."""
+_ALIBI_POSITIONS = 2**16
 # Samples and rotary tables of one sequence are made before its first step.
 _MAX_SEQ_LEN = 2**24
 
@@ -49,8 +52,9 @@ class ModelShape:
     (Gemma)."""
     zero_centered_norm: bool = False
     """Scale by 1 + weight in norms (Gemma)."""
-    position: Literal["rope", "learned"] = "rope"
-    """Rotary or learned absolute position embeddings."""
+    position: Literal["rope", "learned", "alibi"] = "rope"
+    """Rotary or learned absolute position embeddings, or scores that fall with the distance, each head with a slope of
+    its own (alibi; BLOOM)."""
     position_offset: int = 0
     """Rows of learned positions before that of the first token, which no token reads (OPT: 2)."""
     query_pre_attn_scalar: int | None = None
@@ -65,6 +69,8 @@ class ModelShape:
     """Soft-cap logits to c * tanh(logit / c) (Gemma 2: 30)."""
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of --hidden-size (Gemma)."""
+    embedding_norm: bool = False
+    """Normalize embeddings, with their learned positions if any (BLOOM)."""
     activation: Annotated[str, Choices(ACTIVATIONS)] = "swiglu"
     """MLP activation; those with glu in their name are gated."""
     qkv_bias: bool = False
@@ -101,6 +107,11 @@ class ModelShape:
     def head_size(self) -> int:
         assert self.head_dim is not None
         return self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Width in which attention meets queries, keys and values."""
+        return self.head_size + ALIBI_COLUMNS * (self.position == "alibi")
 
     @property
     def ffn_size(self) -> int:
@@ -170,3 +181,13 @@ class ModelShape:
             "is of learned positions",
             "drop it, or use --position learned",
         )
+        alibi = self.position == "alibi"
+        for given, wrong, why in (
+            (f"--attention-softcap {self.attention_softcap}", self.attention_softcap is not None, "would cap the bias"),
+            (
+                f"--seq-len {self.seq_len}",
+                self.seq_len > _ALIBI_POSITIONS,
+                f"is longer than the {_ALIBI_POSITIONS} positions that its bias is exact for",
+            ),
+        ):
+            require(not alibi or not wrong, f"{given} with --position alibi", why, "change one of the two")

@@ -103,7 +103,7 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
     if activation is None:
         raise refuse(family.activation, f"is not one of {', '.join(names)}")
     options["activation"] = activation
-    if options.get("position") != "learned":
+    if options.get("position", "rope") == "rope":
         options.update(_read_rope(config, values, family, where))
     # Absent and null both mean the default, derived from the other sizes.
     options = {k: v for k, v in options.items() if v is not None}
