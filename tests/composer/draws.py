@@ -58,6 +58,7 @@ FAMILY_SIZES: dict[str, Draw] = {
     "gemma2": {"window": 5, "attention_softcap": 2.0, "logit_softcap": 1.5, "query_pre_attn_scalar": 6},
     "gemma3_text": {"window": 5, "window_pattern": 2, "rope_theta_local": 100.0},
     "glm4_moe": {**EXPERTS, "moe_shared_ffn_size": 16},
+    "gpt_neo": {"window": 5},
     "gpt_oss": {**EXPERTS, "window": 5},
     "llama4_text": {
         **EXPERTS,
@@ -74,11 +75,11 @@ FAMILY_SIZES: dict[str, Draw] = {
     "qwen3_next": {**EXPERTS, **DELTA_NETS, "moe_shared_ffn_size": 16, "rope_fraction": 0.5},
 }
 FAMILY_NAMES = (
-    *("bloom", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss"),
-    *("llama4_text", "mistral", "mixtral", "olmo2", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
-    "qwen3_next",
+    *("bloom", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt2", "gpt_neo", "gpt_neox"),
+    *("gpt_oss", "llama4_text", "mistral", "mixtral", "olmo2", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_moe", "qwen3_next"),
 )
-NOT_FURTHER = ("bloom", "gpt2", "opt")
+NOT_FURTHER = ("bloom", "gpt2", "gpt_neo", "opt")
 """Families whose embeddings are more than a lookup: no module predicts a further token."""
 RATES = {"sgd": 0.05, "lars": 1.0, "lion": 1e-4, "muon": 5e-3}
 

@@ -27,7 +27,7 @@ from tests.rows import layout_tests
 from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
 from tests.workers import WorkerPool
 
-FAMILIES, STEPS = ("opt", "bloom"), 5
+FAMILIES, STEPS = ("opt", "bloom", "gpt_neo"), 5
 # World -> layouts, one after the other on the same ranks.
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],

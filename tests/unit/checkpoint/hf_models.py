@@ -55,6 +55,9 @@ GROUPS: dict[str, Any] = {"q_lora_rank": 12, "n_group": 4, "topk_group": 2, "rou
 STRETCHED = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9}
 _LONG: dict[str, Any] = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "initializer_range")}
 _BLOOM: dict[str, Any] = {"vocab_size": 90, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.1}
+_NEO: dict[str, Any] = {k: v for k, v in _LONG.items() if not k.startswith("num_")}
+_NEO |= {"num_layers": 4, "num_heads": 4, "window_size": 5, "attention_types": [[["global", "local"], 2]]}
+_NEO |= {"initializer_range": 0.2}
 # Name of the case -> (model_type, options); the head may be tied, biased, scaled, odd.
 _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -71,6 +74,11 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt": ("opt", {**_LONG, "ffn_dim": 48, "init_std": 0.1, "pad_token_id": None}),
     "opt_unbiased": ("opt", {**_LONG, "ffn_dim": 40, "enable_bias": False, "tie_word_embeddings": False}),
+    "gpt_neo": ("gpt_neo", _NEO),
+    "gpt_neo_types": (
+        "gpt_neo",
+        {**_NEO, "num_layers": 3, "attention_types": [[["local", "local", "global"], 1]], "intermediate_size": 40},
+    ),
     # Slopes of 4 heads, and of 6, which are those of 4 and two of those of 8.
     "bloom": ("bloom", _BLOOM),
     "bloom_6_heads": ("bloom", {**_BLOOM, "hidden_size": 48, "n_head": 6, "tie_word_embeddings": False}),

@@ -120,6 +120,8 @@ def test_loss_and_gradients_are_those_of_transformers(models: Any, tmp_path: Pat
     loss = engine.executor.run(engine.train_program(1), batches, 1, 0, 1 / 30)
     assert loss.item() / 30 == pytest.approx(expected.item(), rel=1e-6)
     ours = {p.shard.spec.name: p.main_grad for p in engine.stages[0].parameters()}
+    # Scores that are not scaled are large: torch's kernel is 1.4e-5 off fp64 there, its matrix products are 5e-6.
+    most = 2e-5 if model.arch == "gpt_neo" else 1e-5
     for spec in param_map(model).values():
         if spec.tied_to is None:
             where = FAMILIES[model.arch].place(spec.name, model.num_layers)
@@ -130,7 +132,7 @@ def test_loss_and_gradients_are_those_of_transformers(models: Any, tmp_path: Pat
                 shifts = part.name.endswith("k_proj.bias") and model.position != "rope"
                 scale = (mine if shifts else reference).norm()
                 for box, rows in part.views(reference):
-                    assert (mine[box.index] - rows).norm() <= 1e-5 * scale, part.name
+                    assert (mine[box.index] - rows).norm() <= most * scale, part.name
 
 
 @pytest.mark.parametrize("case", CASES)
