@@ -75,9 +75,21 @@ FAMILY_SIZES: dict[str, Draw] = {
     "qwen3_next": {**EXPERTS, **DELTA_NETS, "moe_shared_ffn_size": 16, "rope_fraction": 0.5},
 }
 FAMILY_NAMES = (
-    *("bloom", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt2", "gpt_neo", "gpt_neox"),
-    *("gpt_oss", "llama4_text", "mistral", "mixtral", "olmo2", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3"),
-    *("qwen3_moe", "qwen3_next"),
+    *("bloom", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt2", "gpt_neo", "gptj"),
+    *(
+        "gpt_neox",
+        "gpt_oss",
+        "llama4_text",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmoe",
+        "opt",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+    ),
+    *("qwen3", "qwen3_moe", "qwen3_next"),
 )
 NOT_FURTHER = ("bloom", "gpt2", "gpt_neo", "opt")
 """Families whose embeddings are more than a lookup: no module predicts a further token."""
@@ -193,21 +205,24 @@ class _Drawing:
 
     def model(self) -> None:
         out, given = self.out, self.chance
-        out["num_layers"] = self.rng.choice((2, 2, 3, 4))
+        out["num_layers"], family = self.rng.choice((2, 2, 3, 4)), None
         if given(0.55):
             out["arch"] = self.rng.choice(FAMILY_NAMES)
-            sizes = {**FAMILY_SIZES.get(out["arch"], {})}
+            sizes, family = {**FAMILY_SIZES.get(out["arch"], {})}, out["arch"]
             parts = 0.06
         else:
             sizes, parts = {}, 0.2
         self.experts("num_experts" in sizes, parts)
         self.mixer("kv_lora_rank" in sizes, "linear_attention_freq" in sizes, parts)
-        self.maybe(parts, "tie_embeddings", True)
+        if not (family is None and self.maybe(parts / 2, "head_bias", True)) and family != "gptj":
+            self.maybe(parts, "tie_embeddings", True)
         self.maybe(parts, "norm", "layernorm")
-        self.maybe(parts / 2, "norm_position", "post", "both")
+        if family != "gptj":
+            self.maybe(parts / 2, "norm_position", "post", "both")
         self.maybe(parts / 2, "zero_centered_norm", True)
         self.maybe(parts / 2, "scale_embeddings", True)
-        self.maybe(parts / 2, "parallel_residual", True)
+        if self.maybe(parts / 2, "parallel_residual", True):
+            self.maybe(0.4, "norm_position", "shared")
         self.maybe(parts / 2, "logit_softcap", 1.5)
         self.maybe(parts / 2, "embedding_norm", True)
         self.maybe(parts, "activation", "gelu", "geglu", "gelu_tanh", "clamped_swiglu", "relu")

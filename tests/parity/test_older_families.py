@@ -27,7 +27,7 @@ from tests.rows import layout_tests
 from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
 from tests.workers import WorkerPool
 
-FAMILIES, STEPS = ("opt", "bloom", "gpt_neo"), 5
+FAMILIES, STEPS = ("opt", "bloom", "gpt_neo", "gptj"), 5
 # World -> layouts, one after the other on the same ranks.
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
@@ -108,7 +108,8 @@ def packed(step: int) -> Rows:
 
 
 MODELS = [dataclasses.replace(tiny(family), init_std=0.1) for family in FAMILIES]
-# Two query heads on each key head, a window and an output gate; and a module that predicts a further token.
+# Two query heads on each key head, a window and an output gate; and a module that predicts a further token, whose
+# output layer has a bias.
 BLOOM = dataclasses.replace(
     tiny("bloom"),
     init_std=0.1,
@@ -116,7 +117,7 @@ BLOOM = dataclasses.replace(
     window=7,
     attention_output_gate=True,
 )
-FURTHER = jobs.llama(position="alibi", mtp_num_layers=1, init_std=0.1)
+FURTHER = jobs.llama(position="alibi", head_bias=True, mtp_num_layers=1, init_std=0.1)
 STRONG: Grid = {
     ranks_of(4, tp=2, pp=2): [
         (model, 1, more, {"loss_chunk": chunk})
@@ -145,6 +146,8 @@ test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
     [
         ("opt", {"position": "rope"}, "--position-offset 2 with --position rope: is of learned positions"),
         ("bloom", {"attention_softcap": 2.0}, "--attention-softcap 2.0 with --position alibi: would cap the bias"),
+        ("gptj", {"parallel_residual": False}, "--norm-position shared without --parallel-residual: is one norm of"),
+        ("gptj", {"tie_embeddings": True}, "--head-bias with --tie-embeddings: an output layer that shares its"),
         ("bloom", {"seq_len": 70000}, "--seq-len 70000 with --position alibi: is longer than the 65536 positions"),
     ],
 )

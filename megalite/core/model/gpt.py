@@ -107,6 +107,8 @@ class GPTStage(nn.Module):
         self.mtp_embed_tokens = layers.embedding("mtp_embed_tokens", embedding)
         for weight in (self.mtp_embed_tokens.weight, self.lm_head.weight):
             weight.uses += len(self._predicting)
+        if self.lm_head.bias is not None:
+            self.lm_head.bias.uses += len(self._predicting)
         # What its own first uses are counted with.
         self.mtp_embed_tokens.weight.uses -= embedding is None
 

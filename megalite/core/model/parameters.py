@@ -24,6 +24,7 @@ NORM_NAMES = {
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+    "shared": ("input_layernorm", "", "", ""),
 }
 
 
@@ -48,6 +49,9 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
         specs.extend(_block(cfg, i))
     specs.extend(norm(cfg, "norm"))
     vocabulary("lm_head.weight", readout=True, tied_to="embed_tokens.weight" if cfg.tie_embeddings else None)
+    if cfg.head_bias:
+        options: dict[str, Any] = {"padded": True, "init": "zeros", "weight_decay": False, "decoupled_lr": True}
+        specs.append(ParamSpec("lm_head.bias", (vocab,), (("tp", 0),), **options))
     for i in cfg.mtp_layers:
         specs.extend(_predicting_block(cfg, i))
     if cfg.mtp_layers and not cfg.tie_embeddings:

@@ -47,9 +47,9 @@ class ModelShape:
     """Normalization layer."""
     norm_eps: float = 1e-5
     """Epsilon under the square root of the normalization."""
-    norm_position: Literal["pre", "post", "both"] = "pre"
-    """Normalize the input of each sub-layer (pre), its output before the residual is added (post; OLMo 2), or both
-    (Gemma)."""
+    norm_position: Literal["pre", "post", "both", "shared"] = "pre"
+    """Normalize the input of each sub-layer (pre), its output before the residual is added (post; OLMo 2), both
+    (Gemma), or with --parallel-residual the input of both sub-layers once (shared; GPT-J)."""
     zero_centered_norm: bool = False
     """Scale by 1 + weight in norms (Gemma)."""
     position: Literal["rope", "learned", "alibi"] = "rope"
@@ -86,6 +86,8 @@ class ModelShape:
     """Run attention and MLP in parallel on the same residual stream (GPT-NeoX)."""
     tie_embeddings: bool = False
     """Share the weights of the input embedding with the output layer."""
+    head_bias: bool = False
+    """Add a bias to the output layer (GPT-J)."""
     init_std: float = 0.02
     """Standard deviation of initial weights; that of output projections is divided by sqrt(2 * num_layers)."""
     hidden_dropout: float = 0.0
@@ -180,6 +182,18 @@ class ModelShape:
             f"--position-offset {self.position_offset} with --position {self.position}",
             "is of learned positions",
             "drop it, or use --position learned",
+        )
+        require(
+            self.norm_position != "shared" or self.parallel_residual,
+            "--norm-position shared without --parallel-residual",
+            "is one norm of what both sub-layers read",
+            "give --parallel-residual, or --norm-position pre",
+        )
+        require(
+            not (self.head_bias and self.tie_embeddings),
+            "--head-bias with --tie-embeddings",
+            "an output layer that shares its weights has no bias",
+            "drop one of the two",
         )
         alibi = self.position == "alibi"
         for given, wrong, why in (

@@ -58,6 +58,8 @@ _BLOOM: dict[str, Any] = {"vocab_size": 90, "hidden_size": 32, "n_layer": 2, "n_
 _NEO: dict[str, Any] = {k: v for k, v in _LONG.items() if not k.startswith("num_")}
 _NEO |= {"num_layers": 4, "num_heads": 4, "window_size": 5, "attention_types": [[["global", "local"], 2]]}
 _NEO |= {"initializer_range": 0.2}
+_GPTJ: dict[str, Any] = {"vocab_size": 90, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 32}
+_GPTJ |= {"initializer_range": 0.1}
 # Name of the case -> (model_type, options); the head may be tied, biased, scaled, odd.
 _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -79,6 +81,9 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_neo",
         {**_NEO, "num_layers": 3, "attention_types": [[["local", "local", "global"], 1]], "intermediate_size": 40},
     ),
+    # 6 of 10 dimensions of a head are rotated.
+    "gptj": ("gptj", {**_GPTJ, "rotary_dim": 6}),
+    "gptj_whole": ("gptj", {**_GPTJ, "rotary_dim": 10, "n_inner": 48}),
     # Slopes of 4 heads, and of 6, which are those of 4 and two of those of 8.
     "bloom": ("bloom", _BLOOM),
     "bloom_6_heads": ("bloom", {**_BLOOM, "hidden_size": 48, "n_head": 6, "tie_word_embeddings": False}),

@@ -126,7 +126,7 @@ def test_loss_and_gradients_are_those_of_transformers(models: Any, tmp_path: Pat
         if spec.tied_to is None:
             where = FAMILIES[model.arch].place(spec.name, model.num_layers)
             mine = ours[spec.name][tuple(slice(n) for n in spec.shape)]
-            for part in file_tensors(where, spec, model.num_heads):
+            for part in file_tensors(where, spec, model):
                 reference = theirs[part.name]
                 # Without rope, one bias for all keys shifts every score of a query: its gradient is 0, and rounded.
                 shifts = part.name.endswith("k_proj.bias") and model.position != "rope"
@@ -460,7 +460,7 @@ def assert_same_gradients(hf: Any, module: Any, engine: Any, model: Any, ids: to
     for spec in param_map(model).values():
         if spec.tied_to is None:
             mine = ours[spec.name][tuple(slice(n) for n in spec.shape)]
-            for part in file_tensors(FAMILIES["qwen3_next"].place(spec.name, model.num_layers), spec, model.num_heads):
+            for part in file_tensors(FAMILIES["qwen3_next"].place(spec.name, model.num_layers), spec, model):
                 reference = theirs.pop(part.name)
                 for box, view in part.views(reference):
                     assert (mine[box.index] - view).norm() <= 1e-5 * reference.norm(), part.name
@@ -700,7 +700,7 @@ cfg = ModelConfig(num_layers=2, hidden_size=1024, num_heads=8, ffn_hidden_size=4
 (root / "hf").mkdir()
 for spec in param_map(cfg).values():
     where = FAMILIES["llama"].place(spec.name, 2)
-    for part in file_tensors(where, spec, cfg.num_heads):
+    for part in file_tensors(where, spec, cfg):
         save_file({part.name: torch.ones(part.shape)}, root / "hf" / f"{part.name}.safetensors")
 index = {p.stem: p.name for p in (root / "hf").glob("*.safetensors")}
 (root / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))

@@ -154,6 +154,7 @@ def test_text_part_of_gemma_3(preset: str) -> None:
         ("opt-1.3b", {"position_offset": 2, "activation": "relu", "norm_eps": 1e-5, "positions": 2048}),
         ("bloom-7b1", {"position": "alibi", "key_size": 136, "activation": "gelu_tanh", "embedding_norm": True}),
         ("gpt-neo-2.7b", {"attention_scale": 1.0, "window": 256, "qkv_bias": False, "o_bias": True}),
+        ("gpt-j-6b", {"rotary_dim": 64, "norm_position": "shared", "qkv_bias": False, "head_bias": True}),
         ("pythia-160m", {"rotary_dim": 16, "activation": "gelu", "parallel_residual": True}),
         ("llama-2-7b", {"rope_theta": 10000.0, "norm_eps": 1e-5, "kv_heads": 32, "rope_scaling": None}),
         ("llama-3-8b", {"rope_theta": 500000.0, "norm_eps": 1e-5, "kv_heads": 8, "rope_scaling": None}),

@@ -65,6 +65,7 @@ def deferred_bytes(cfg: Config, kind: BlockKind) -> int:
     m = cfg.model
     # With a parallel residual, both sub-layers have the same gradient.
     residual = -m.hidden_size if m.parallel_residual else 0
+    residual -= m.hidden_size if m.norm_position == "shared" else 0  # and the same input
     inner = 0
     apart = 0
     for part in (MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]):
@@ -118,6 +119,8 @@ def _residual_stream(cfg: Config) -> list[SavedTensor]:
     if m.norm_position == "post":  # what a norm puts out is added to the residual and dropped
         names = ["input of the block", "input of the norm after attention"]
         names += ["residual before the MLP", "input of the norm after the MLP"]
+    elif m.norm_position == "shared":
+        names = ["input of the block", "output of the norm before both"]
     elif m.parallel_residual:  # both norms read the input of the block
         names = ["input of the block", "output of the norm before attention", "output of the norm before the MLP"]
     else:
@@ -126,7 +129,7 @@ def _residual_stream(cfg: Config) -> list[SavedTensor]:
     if m.norm_position == "both":
         names += ["input of the norm after attention", "input of the norm after the MLP"]
     rows = [_on_residual(cfg, name) for name in names]
-    norms = 4 if m.norm_position == "both" else 2
+    norms = {"both": 4, "shared": 1}.get(m.norm_position, 2)
     rows += [_statistic(cfg)] * (norms * m.norm_kind.statistics)
     if m.zero_centered_norm:
         rows += [SavedTensor("1 + weight of a norm", 4 * m.hidden_size)] * norms

@@ -25,6 +25,7 @@ FAMILIES = {
     "llama": jobs.llama(**SHAPE, ffn_hidden_size=176),
     "gpt2": jobs.gpt2(**SHAPE),
     "bloom": jobs.gpt2(**SHAPE, position="alibi", embedding_norm=True),
+    "gptj": jobs.gpt2(**SHAPE, norm_position="shared", parallel_residual=True, head_bias=True, tie_embeddings=False),
     "relu": jobs.gpt2(**SHAPE, activation="relu"),
     # Four norms, q/k norms, bounded scores, masks; dropout in both places.
     "olmo2": jobs.llama(**SHAPE, norm_position="post", qk_norm="full"),
@@ -49,7 +50,7 @@ LAYOUTS = [(1, False), (2, True), (2, False)]
 CASES = [
     *product(("llama", "gpt2"), (1, 3), ("none", "selective", "full"), LAYOUTS, ("bf16",)),
     *product(
-        ("olmo2", "gemma2", "dropout", "documents", "chunks", "relu", "bloom"),
+        ("olmo2", "gemma2", "dropout", "documents", "chunks", "relu", "bloom", "gptj"),
         (1,),
         ("none", "selective"),
         LAYOUTS[:1],
