@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megalite.core.base.errors import UserError
+from megalite.core.options.model import ModelConfig
 from megalite.extras.convert.hf import export_hf
 from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.checkpoint.save import Checkpointer
@@ -21,7 +22,7 @@ from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.families import tiny
-from tests.parity.harness import Grid, check, ranks_of
+from tests.parity.harness import Grid, check, check_compiled, config, ranks_of
 from tests.parity.oracle import STARTS, train_plainly
 from tests.rows import layout_tests
 from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
@@ -139,6 +140,11 @@ GRID: Grid = {
 }
 
 test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
+
+
+@pytest.mark.parametrize("model", [BLOOM, tiny("gptj")], ids=["alibi", "shared norm"])
+def test_compiled_blocks(pool: WorkerPool, model: ModelConfig) -> None:
+    check_compiled(pool, 2, config(model, 1, {"tp": 2}))
 
 
 @pytest.mark.parametrize(
