@@ -104,7 +104,7 @@ def resolve_ops(cfg: StepConfig, ctx: ParallelContext) -> Ops:
     case = AttentionCase(
         device,
         DTYPES[cfg.train.precision],
-        m.head_size,
+        m.key_size,
         masked=any((m.window_of(i) or m.chunk_of(i) or m.seq_len) < m.seq_len for i in range(m.num_layers)),
         softcap=m.attention_softcap is not None,
         deterministic=cfg.train.deterministic,

@@ -58,6 +58,7 @@ FAMILY_SIZES: dict[str, Draw] = {
     "gemma2": {"window": 5, "attention_softcap": 2.0, "logit_softcap": 1.5, "query_pre_attn_scalar": 6},
     "gemma3_text": {"window": 5, "window_pattern": 2, "rope_theta_local": 100.0},
     "glm4_moe": {**EXPERTS, "moe_shared_ffn_size": 16},
+    "gpt_neo": {"window": 5},
     "gpt_oss": {**EXPERTS, "window": 5},
     "llama4_text": {
         **EXPERTS,
@@ -74,9 +75,24 @@ FAMILY_SIZES: dict[str, Draw] = {
     "qwen3_next": {**EXPERTS, **DELTA_NETS, "moe_shared_ffn_size": 16, "rope_fraction": 0.5},
 }
 FAMILY_NAMES = (
-    *("deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "llama4_text"),
-    *("mistral", "mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    *("bloom", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt2", "gpt_neo", "gptj"),
+    *(
+        "gpt_neox",
+        "gpt_oss",
+        "llama4_text",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmoe",
+        "opt",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+    ),
+    *("qwen3", "qwen3_moe", "qwen3_next"),
 )
+NOT_FURTHER = ("bloom", "gpt2", "gpt_neo", "opt")
+"""Families whose embeddings are more than a lookup: no module predicts a further token."""
 RATES = {"sgd": 0.05, "lars": 1.0, "lion": 1e-4, "muon": 5e-3}
 
 
@@ -189,27 +205,31 @@ class _Drawing:
 
     def model(self) -> None:
         out, given = self.out, self.chance
-        out["num_layers"] = self.rng.choice((2, 2, 3, 4))
+        out["num_layers"], family = self.rng.choice((2, 2, 3, 4)), None
         if given(0.55):
             out["arch"] = self.rng.choice(FAMILY_NAMES)
-            sizes = {**FAMILY_SIZES.get(out["arch"], {})}
+            sizes, family = {**FAMILY_SIZES.get(out["arch"], {})}, out["arch"]
             parts = 0.06
         else:
             sizes, parts = {}, 0.2
         self.experts("num_experts" in sizes, parts)
         self.mixer("kv_lora_rank" in sizes, "linear_attention_freq" in sizes, parts)
-        self.maybe(parts, "tie_embeddings", True)
+        if not (family is None and self.maybe(parts / 2, "head_bias", True)) and family != "gptj":
+            self.maybe(parts, "tie_embeddings", True)
         self.maybe(parts, "norm", "layernorm")
-        self.maybe(parts / 2, "norm_position", "post", "both")
+        if family != "gptj":
+            self.maybe(parts / 2, "norm_position", "post", "both")
         self.maybe(parts / 2, "zero_centered_norm", True)
         self.maybe(parts / 2, "scale_embeddings", True)
-        self.maybe(parts / 2, "parallel_residual", True)
+        if self.maybe(parts / 2, "parallel_residual", True):
+            self.maybe(0.4, "norm_position", "shared")
         self.maybe(parts / 2, "logit_softcap", 1.5)
-        self.maybe(parts, "activation", "gelu", "geglu", "gelu_tanh", "clamped_swiglu")
+        self.maybe(parts / 2, "embedding_norm", True)
+        self.maybe(parts, "activation", "gelu", "geglu", "gelu_tanh", "clamped_swiglu", "relu")
         for name in ("qkv_bias", "o_bias", "mlp_bias"):
             if name != "mlp_bias" or not self.biased():
                 self.maybe(parts, name, True)
-        if out.get("arch") != "gpt2" and "position" not in out:
+        if out.get("arch") not in NOT_FURTHER and out.get("position") != "learned" and not out.get("embedding_norm"):
             self.maybe(
                 0.25 if out.get("arch") in ("deepseek_v3", "glm4_moe", "qwen3_next") else parts / 2,
                 "mtp_num_layers",
@@ -261,7 +281,8 @@ class _Drawing:
         self.maybe(0.5, "num_kv_heads", 2, 4)
         self.maybe(parts, "qk_norm", "head", "full", "l2")
         self.maybe(parts / 2, "attention_output_gate", True)
-        self.maybe(parts / 2, "attention_softcap", 2.0)
+        if family != "bloom":
+            self.maybe(parts / 2, "attention_softcap", 2.0)
         if family != "gemma2" and not delta_nets:
             self.maybe(parts, "attention_sinks", True)
         if family is None:
@@ -282,7 +303,9 @@ class _Drawing:
             if self.chance(0.5):
                 out.update(TEMPERATURE)
         elif (
-            "qk_norm" not in out and "attention_chunk_size" not in out and self.maybe(parts / 2, "position", "learned")
+            "qk_norm" not in out
+            and "attention_chunk_size" not in out
+            and self.maybe(parts / 2, "position", "learned", "alibi")
         ):
             return
         self.maybe(parts / 2, "rope_fraction", 0.5)

@@ -29,6 +29,7 @@ class Block(nn.Module):
         super().__init__()
         name, norms = f"layers.{index}", NORM_NAMES[layers.cfg.norm_position]
         self.parallel_residual = layers.cfg.parallel_residual
+        self.shared_norm = layers.cfg.norm_position == "shared"
         kind = layers.cfg.block_kind(index)
         mixer, feed_forward = MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]
         self.recomputed = layers.recompute.extent(index)
@@ -36,7 +37,8 @@ class Block(nn.Module):
         self.mlp = feed_forward.module(layers, index)
         # Registered under their global names, called by their place. The order of registration is that of their
         # gradients in a bucket, and so decides the last bit of the gradient norm.
-        multiplied = {norms[0]: mixer.feeds_one_product, norms[2]: feed_forward.feeds_one_product}
+        first = mixer.feeds_one_product and not self.shared_norm
+        multiplied = {norms[0]: first, norms[2]: feed_forward.feeds_one_product}
         by_name = {
             leaf: layers.norm(f"{name}.{leaf}", layers.ops_before(index) if multiplied.get(leaf) else None)
             for leaf in (norms[1], norms[2], norms[0], norms[3])
@@ -51,9 +53,13 @@ class Block(nn.Module):
     def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
         """Run the block; for the arguments see `Attention.forward`."""
         before_attention, after_attention, before_mlp, after_mlp = self._norms
-        attended = after_attention(self.self_attn(before_attention(x_SBH), rope, documents, fwd))
+        shared = before_attention(x_SBH) if self.shared_norm else None
+        read = before_attention(x_SBH) if shared is None else shared
+        attended = after_attention(self.self_attn(read, rope, documents, fwd))
         attended = self.attention_dropout(attended, fwd)
-        if self.parallel_residual:
+        if shared is not None:
+            normed, x_SBH = shared, x_SBH + attended
+        elif self.parallel_residual:
             normed, x_SBH = before_mlp(x_SBH), x_SBH + attended
         else:
             normed, x_SBH = before_mlp.add(attended, x_SBH)

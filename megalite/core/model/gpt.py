@@ -74,6 +74,8 @@ class GPTStage(nn.Module):
             self.embed_tokens = layers.embedding("embed_tokens")
             if cfg.position == "learned":
                 self.embed_positions = PositionEmbedding(layers)
+            if cfg.embedding_norm:
+                self.embed_norm = layers.norm("embed_norm")
             self.embedding_dropout = layers.dropout("embedding", -1)
         self._blocks = [Block(layers, i) for i in blocks]
         self.layers = nn.ModuleDict({str(i): block for i, block in zip(blocks, self._blocks)})
@@ -105,6 +107,8 @@ class GPTStage(nn.Module):
         self.mtp_embed_tokens = layers.embedding("mtp_embed_tokens", embedding)
         for weight in (self.mtp_embed_tokens.weight, self.lm_head.weight):
             weight.uses += len(self._predicting)
+        if self.lm_head.bias is not None:
+            self.lm_head.bias.uses += len(self._predicting)
         # What its own first uses are counted with.
         self.mtp_embed_tokens.weight.uses -= embedding is None
 
@@ -129,6 +133,8 @@ class GPTStage(nn.Module):
             x = self.embed_tokens(x)
             if hasattr(self, "embed_positions"):
                 x = self.embed_positions(x, batch.positions)
+            if hasattr(self, "embed_norm"):
+                x = self.embed_norm(x)
             x = self.embedding_dropout(x, fwd)
         fwd = replace(fwd, router_weights_SB=batch.router_weights_SB)
         # The tables of each kind of layer are made once.
@@ -168,7 +174,7 @@ class GPTStage(nn.Module):
     def chains(self) -> list[list[nn.Module]]:
         """List `units` in chains: in each, a pass runs one after the other."""
         ends = ("norm", "lm_head") if self.last else ()
-        starts = ("embed_tokens", "embed_positions") if self.first else ()
+        starts = ("embed_tokens", "embed_positions", "embed_norm") if self.first else ()
         chain = [
             *(getattr(self, name) for name in starts if hasattr(self, name)),
             *self._blocks,
@@ -228,9 +234,11 @@ class PositionEmbedding(nn.Module):
     def __init__(self, layers: Layers) -> None:
         super().__init__()
         self.weight = layers.param("embed_positions.weight")
+        self.offset = layers.cfg.position_offset
         self.shard = layers.tp.rank if layers.sequence_parallel else 0
 
     def forward(self, x_SBH: torch.Tensor, positions: Positions) -> torch.Tensor:
         """Add the embeddings of this rank's part of the positions."""
         first = x_SBH.shape[0] * self.shard
-        return x_SBH + positions.between(first, first + x_SBH.shape[0]).look_up(self.weight)
+        table = self.weight[self.offset :]
+        return x_SBH + positions.between(first, first + x_SBH.shape[0]).look_up(table)

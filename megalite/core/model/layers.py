@@ -13,7 +13,7 @@ from torch import nn
 
 from megalite.core.mesh.context import Axis
 from megalite.core.model.dropout import Dropout, MaskWords
-from megalite.core.model.rotary import Rotary, Temperature
+from megalite.core.model.rotary import Alibi, Rotary, Temperature
 from megalite.core.model.specs import layout_holding
 from megalite.core.model.stage_log import StageLog
 from megalite.core.ops import Ops
@@ -33,7 +33,8 @@ from megalite.core.tensor_parallel.linear import (
 from megalite.core.tensor_parallel.products import GroupedProducts, Products, Quantization
 
 Rope = tuple[torch.Tensor, ...] | None
-"""What a layer knows of positions: (cos, sin), (factors of queries,) without rope, or nothing."""
+"""What a layer knows of positions: (cos, sin), (factors of queries,) without rope, (columns of keys,) of ALiBi, or
+nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Layers:
     allocate: bool = True
     tp_chunks: int = 1
     recompute: Recomputation = field(default_factory=lambda: MODES["none"])
-    _rotary: dict[object, Rotary | Temperature] = field(default_factory=dict, init=False, repr=False)
+    _rotary: dict[object, Rotary | Temperature | Alibi] = field(default_factory=dict, init=False, repr=False)
 
     def param(self, name: str, adds_to_main_grad: bool = False) -> ShardedParameter:
         """Make this rank's (uninitialized) shard of a declared parameter."""
@@ -183,8 +184,10 @@ class Layers:
         rate = self.cfg.attention_dropout if site == "attention" else self.cfg.hidden_dropout
         return Dropout(rate, self.words, (layer, site), self.ops.keep_mask)
 
-    def rotary(self, layer: int) -> Rotary | Temperature | None:
+    def rotary(self, layer: int) -> Rotary | Temperature | Alibi | None:
         """Return the tables of positions of a layer, shared by all layers with equal ones; None where it has none."""
+        if self.cfg.position == "alibi":
+            return self._rotary.setdefault("alibi", Alibi())
         if self.cfg.position != "rope":
             return None
         cfg, frequencies = self.cfg, (self.cfg.rope_theta, self.cfg.rope_scaling, self.cfg.rope_linear_factor)

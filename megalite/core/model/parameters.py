@@ -24,6 +24,7 @@ NORM_NAMES = {
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+    "shared": ("input_layernorm", "", "", ""),
 }
 
 
@@ -41,11 +42,16 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
 
     vocabulary("embed_tokens.weight")
     if cfg.position == "learned":
-        specs.append(ParamSpec("embed_positions.weight", (cfg.positions, hidden), std=std, partial=("sequence",)))
+        shape = (cfg.position_offset + cfg.positions, hidden)
+        specs.append(ParamSpec("embed_positions.weight", shape, std=std, partial=("sequence",)))
+    specs.extend(norm(cfg, "embed_norm") if cfg.embedding_norm else [])
     for i in range(cfg.num_layers):
         specs.extend(_block(cfg, i))
     specs.extend(norm(cfg, "norm"))
     vocabulary("lm_head.weight", readout=True, tied_to="embed_tokens.weight" if cfg.tie_embeddings else None)
+    if cfg.head_bias:
+        options: dict[str, Any] = {"padded": True, "init": "zeros", "weight_decay": False, "decoupled_lr": True}
+        specs.append(ParamSpec("lm_head.bias", (vocab,), (("tp", 0),), **options))
     for i in cfg.mtp_layers:
         specs.extend(_predicting_block(cfg, i))
     if cfg.mtp_layers and not cfg.tie_embeddings:

@@ -1,13 +1,20 @@
-"""The tables of rotary positions, with the frequencies that longer contexts take."""
+"""The tables of positions: rotary ones, with the frequencies that longer contexts take, and ALiBi's."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 
 from megalite.core.batch import Positions
 from megalite.core.options.rope import RopeScaling
+from megalite.core.options.shape import ALIBI_COLUMNS
+
+ALIBI_TERMS = 3
+"""Columns that a slope is the sum of."""
+ALIBI_DIGIT = 256
+"""What positions are written by: bf16 holds whole numbers up to here."""
 
 
 class Temperature:
@@ -28,6 +35,23 @@ class Temperature:
             return None
         at = torch.arange(1, positions.length + 1, dtype=torch.float32, device=device)
         return (positions.look_up((1 + self.strength * (at / self.floor).floor().log1p())[:, None]),)
+
+
+class Alibi:
+    """Makes ALiBi's columns of keys (see `parts.mixers.gqa.alibi`), and keeps those of the longest samples: digits of
+    positions, once for each term of a slope.
+    """
+
+    def __init__(self) -> None:
+        self._table: torch.Tensor | None = None
+
+    def __call__(self, positions: Positions, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return (columns,), fp32 [tokens, B or 1, ALIBI_COLUMNS]."""
+        if self._table is None or len(self._table) < positions.length:
+            at = torch.arange(positions.length, device=device)
+            digits = torch.stack((at // ALIBI_DIGIT, at % ALIBI_DIGIT), -1).float().repeat(1, ALIBI_TERMS)
+            self._table = F.pad(digits, (0, ALIBI_COLUMNS - digits.shape[1]))
+        return (positions.look_up(self._table),)
 
 
 class Rotary:

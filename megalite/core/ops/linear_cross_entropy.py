@@ -31,6 +31,7 @@ class LinearCrossEntropy:
         chunk: number of tokens per chunk.
         softcap: soft cap of the logits, see `softcap_`; None: no cap.
         z_loss: weight of the squared log-sum-exp in the gradients.
+        bias_V: this rank's part of the bias, in x's dtype; None: none.
     """
 
     ops: Ops
@@ -41,6 +42,7 @@ class LinearCrossEntropy:
     chunk: int
     softcap: float | None = None
     z_loss: float = 0.0
+    bias_V: Tensor | None = None
 
     def _chunks(self, x_NH: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield (rows, x, logits) of each chunk; the next chunk reuses the memory of the logits."""
@@ -48,7 +50,10 @@ class LinearCrossEntropy:
         for start in range(0, len(x_NH), self.chunk):
             rows = slice(start, start + self.chunk)
             x = x_NH[rows]
-            yield rows, x, softcap_(self.ops.linear(x, self.weight_VH, out=buffer[: len(x)]), self.softcap)
+            logits = self.ops.linear(x, self.weight_VH, out=buffer[: len(x)])
+            if self.bias_V is not None:
+                logits.add_(self.bias_V)
+            yield rows, x, softcap_(logits, self.softcap)
 
     def losses(
         self, x_NH: Tensor, gather: Callable[[Tensor], Tensor], use: Callable[..., None] = lambda *chunk: None
@@ -78,6 +83,7 @@ class LinearCrossEntropy:
         scale_N: Tensor,
         main_grad_VH: Tensor,
         accumulate: bool = True,
+        dbias_V: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the loss of every token, and the gradients of x and of the weight.
 
@@ -86,6 +92,7 @@ class LinearCrossEntropy:
             scale_N: gradient of each token's loss, fp32 (0 for ignored tokens).
             main_grad_VH: buffer of the weight's gradient, fp32.
             accumulate: add to the buffer instead of overwriting it.
+            dbias_V: zeros in fp32, to which the gradient of the bias is added; None: there is none.
 
         Returns:
             (loss_N, fp32; dx_NH, this rank's summand of the gradient of x, to be summed over the ranks).
@@ -101,6 +108,8 @@ class LinearCrossEntropy:
                 add_at_targets_(dlogits, target, self.vocab_start, self.valid, of_softmax - scale)
             softcap_grad_(dlogits, tanh)
             self.ops.linear_dgrad(dlogits, self.weight_VH, out=dx[rows])
+            if dbias_V is not None:
+                dbias_V.add_(dlogits.sum(0, dtype=torch.float32))
             self.ops.linear_wgrad(main_grad_VH, dlogits, x, accumulate or rows.start > 0)
 
         return self.losses(x_NH, gather, differentiate), dx

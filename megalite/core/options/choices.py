@@ -22,12 +22,19 @@ class Activation:
     Attributes:
         make: kernels in use -> function of [..., 2F] = [gate | up] where gated, else of [..., F], to [..., F].
         gated: whether the first projection makes both gate and up.
+        keeps_input: whether backward needs its input, and not only its output.
         hf: its name in config.json; None if transformers has no such model.
     """
 
     make: Callable[[Any], Function]
     gated: bool = False
+    keeps_input: bool = True
     hf: str | None = None
+
+    @property
+    def kept(self) -> int:
+        """Widths of its input that an MLP keeps for backward."""
+        return (2 if self.gated else 1) * self.keeps_input
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -37,6 +44,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "geglu_tanh": Activation(lambda ops: partial(ops.geglu, approximate="tanh"), gated=True, hf="gelu_pytorch_tanh"),
     "gelu": Activation(lambda ops: ops.gelu, hf="gelu"),
     "gelu_tanh": Activation(lambda ops: partial(ops.gelu, approximate="tanh"), hf="gelu_new"),
+    "relu": Activation(lambda ops: lambda x: x.relu(), keeps_input=False, hf="relu"),
 }
 """Name (`--activation`) -> activation."""
 

@@ -11,6 +11,9 @@ from megalite.core.options.names import Choices
 
 MAX_LAYERS = 10_000
 """Parameters are listed per layer: without a limit, the list could take all memory before anything is checked."""
+ALIBI_COLUMNS = 8
+"""Columns of queries and keys that hold ALiBi's bias; kernels take head sizes that 8 divides."""
+_ALIBI_POSITIONS = 2**16
 # Samples and rotary tables of one sequence are made before its first step.
 _MAX_SEQ_LEN = 2**24
 
@@ -44,13 +47,16 @@ class ModelShape:
     """Normalization layer."""
     norm_eps: float = 1e-5
     """Epsilon under the square root of the normalization."""
-    norm_position: Literal["pre", "post", "both"] = "pre"
-    """Normalize the input of each sub-layer (pre), its output before the residual is added (post; OLMo 2), or both
-    (Gemma)."""
+    norm_position: Literal["pre", "post", "both", "shared"] = "pre"
+    """Normalize the input of each sub-layer (pre), its output before the residual is added (post; OLMo 2), both
+    (Gemma), or with --parallel-residual the input of both sub-layers once (shared; GPT-J)."""
     zero_centered_norm: bool = False
     """Scale by 1 + weight in norms (Gemma)."""
-    position: Literal["rope", "learned"] = "rope"
-    """Rotary or learned absolute position embeddings."""
+    position: Literal["rope", "learned", "alibi"] = "rope"
+    """Rotary or learned absolute position embeddings, or scores that fall with the distance, each head with a slope of
+    its own (alibi; BLOOM)."""
+    position_offset: int = 0
+    """Rows of learned positions before that of the first token, which no token reads (OPT: 2)."""
     query_pre_attn_scalar: int | None = None
     """Divide attention scores by the square root of this. Default: --head-dim."""
     attention_softcap: float | None = None
@@ -63,6 +69,8 @@ class ModelShape:
     """Soft-cap logits to c * tanh(logit / c) (Gemma 2: 30)."""
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of --hidden-size (Gemma)."""
+    embedding_norm: bool = False
+    """Normalize embeddings, with their learned positions if any (BLOOM)."""
     activation: Annotated[str, Choices(ACTIVATIONS)] = "swiglu"
     """MLP activation; those with glu in their name are gated."""
     qkv_bias: bool = False
@@ -78,6 +86,8 @@ class ModelShape:
     """Run attention and MLP in parallel on the same residual stream (GPT-NeoX)."""
     tie_embeddings: bool = False
     """Share the weights of the input embedding with the output layer."""
+    head_bias: bool = False
+    """Add a bias to the output layer (GPT-J)."""
     init_std: float = 0.02
     """Standard deviation of initial weights; that of output projections is divided by sqrt(2 * num_layers)."""
     hidden_dropout: float = 0.0
@@ -99,6 +109,11 @@ class ModelShape:
     def head_size(self) -> int:
         assert self.head_dim is not None
         return self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Width in which attention meets queries, keys and values."""
+        return self.head_size + ALIBI_COLUMNS * (self.position == "alibi")
 
     @property
     def ffn_size(self) -> int:
@@ -142,6 +157,7 @@ class ModelShape:
         in_range(self, "norm_eps init_std", 0, 100, above=True)
         in_range(self, "attention_softcap logit_softcap", 0, 1e12, above=True)
         in_range(self, "hidden_dropout attention_dropout", 0, 1)
+        in_range(self, "position_offset", 0, 2**20)
 
     def check_sizes(self) -> None:
         """Check derived values against each other.
@@ -161,3 +177,31 @@ class ModelShape:
             f"is longer than the {self.max_position_embeddings} learned positions",
             "lower --seq-len or raise --max-position-embeddings",
         )
+        require(
+            self.position_offset == 0 or self.position == "learned",
+            f"--position-offset {self.position_offset} with --position {self.position}",
+            "is of learned positions",
+            "drop it, or use --position learned",
+        )
+        require(
+            self.norm_position != "shared" or self.parallel_residual,
+            "--norm-position shared without --parallel-residual",
+            "is one norm of what both sub-layers read",
+            "give --parallel-residual, or --norm-position pre",
+        )
+        require(
+            not (self.head_bias and self.tie_embeddings),
+            "--head-bias with --tie-embeddings",
+            "an output layer that shares its weights has no bias",
+            "drop one of the two",
+        )
+        alibi = self.position == "alibi"
+        for given, wrong, why in (
+            (f"--attention-softcap {self.attention_softcap}", self.attention_softcap is not None, "would cap the bias"),
+            (
+                f"--seq-len {self.seq_len}",
+                self.seq_len > _ALIBI_POSITIONS,
+                f"is longer than the {_ALIBI_POSITIONS} positions that its bias is exact for",
+            ),
+        ):
+            require(not alibi or not wrong, f"{given} with --position alibi", why, "change one of the two")

@@ -122,7 +122,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         flat = targets.reshape(-1)
         ignored = flat < 0
         first, real = _columns(len(weight), layer.tp, vocab_size)
-        output = LinearCrossEntropy(layer.ops, layer.weight, flat, first, real, chunk, softcap, z_loss)
+        bias = layer.bias
+        output = LinearCrossEntropy(layer.ops, layer.weight, flat, first, real, chunk, softcap, z_loss, bias)
         full_x, work = layer.gather(x)
         work.wait()
         rows, gather = full_x.flatten(0, -2), partial(_gather_stats, tp=layer.tp)
@@ -131,8 +132,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             scale = torch.where(ignored, 0.0, dloss.reshape(-1) if isinstance(dloss, torch.Tensor) else dloss)
             into = layer.weight.main_grad, layer.weight.has_grad
-            loss, dx = output.losses_and_grads(rows, gather, scale, *into)
+            dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+            loss, dx = output.losses_and_grads(rows, gather, scale, *into, dbias)
             layer.weight.grad_added()
+            if bias is not None and dbias is not None:
+                bias.add_grad(dbias)
             dx, work = layer.reduce(dx.view(full_x.shape))
             work.wait()
             ctx.save_for_backward(dx)

@@ -196,11 +196,11 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
     parts = [
         (spec, part)
         for spec in specs.values()
-        for part in file_tensors(family.place(spec.name, cfg.num_layers), spec, cfg.num_heads)
+        for part in file_tensors(family.place(spec.name, cfg.num_layers), spec, cfg)
     ]
     for copy, of in family.copies_in(cfg.mtp_layers).items():
         spec = specs[of if of in specs else "embed_tokens.weight"]
-        (part,) = file_tensors(family.place(spec.name, cfg.num_layers), spec, cfg.num_heads)
+        (part,) = file_tensors(family.place(spec.name, cfg.num_layers), spec, cfg)
         parts.append((spec, dataclasses.replace(part, name=copy)))
     groups = [group(spec, part) for spec, part in parts]
     shards = split_shards(groups, shard_bytes)

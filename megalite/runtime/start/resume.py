@@ -267,15 +267,15 @@ def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> None:
     """Refuse a checkpoint of another model."""
     # An option that is newer than the checkpoint has its default there.
     theirs = model_config(saved, source.path)
-    rope = cfg.model.position == "rope"
-    free = {*TRAINING_ONLY, *(("max_position_embeddings",) if rope else ()), *(_ROTARY if source.reset_data else ())}
+    extends = cfg.model.position != "learned"
+    free = {*TRAINING_ONLY, *(("max_position_embeddings",) if extends else ()), *(_ROTARY if source.reset_data else ())}
     differ = {
         key: f"{key} {there} there, {here} here"
         for key, here in vars(cfg.model).items()
         if key not in free and (there := getattr(theirs, key)) != here
     }
     if differ:
-        more, count = "" if rope else " (learned positions cannot be extended)", theirs.mtp_num_layers
+        more, count = "" if extends else " (learned positions cannot be extended)", theirs.mtp_num_layers
         advice = f"use the same model options{more}, another --run-dir, or --resume never"
         if differ.keys() == {"mtp_num_layers"}:
             why = ", or start a new run from its export, with --init-from-hf" if count else ": none can be added later"

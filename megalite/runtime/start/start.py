@@ -299,7 +299,7 @@ def _log_documents(engine: Engine[Config]) -> None:
     if not packed and not cfg.data.document_mask:
         return
     model = cfg.model
-    why = why_masked(engine.ctx.device, dtype, model.head_size, model.attention_softcap)
+    why = why_masked(engine.ctx.device, dtype, model.key_size, model.attention_softcap)
     how = "FlashAttention over each" if why is None else f"a mask of seq_len x seq_len ({why})"
     how = "block by block, with dropout" if model.attention_dropout else how
     logger.info(f"attention within documents: {how}")

@@ -53,6 +53,13 @@ LATENTS: dict[str, Any] = {
 }
 GROUPS: dict[str, Any] = {"q_lora_rank": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 STRETCHED = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9}
+_LONG: dict[str, Any] = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "initializer_range")}
+_BLOOM: dict[str, Any] = {"vocab_size": 90, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.1}
+_NEO: dict[str, Any] = {k: v for k, v in _LONG.items() if not k.startswith("num_")}
+_NEO |= {"num_layers": 4, "num_heads": 4, "window_size": 5, "attention_types": [[["global", "local"], 2]]}
+_NEO |= {"initializer_range": 0.2}
+_GPTJ: dict[str, Any] = {"vocab_size": 90, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 32}
+_GPTJ |= {"initializer_range": 0.1}
 # Name of the case -> (model_type, options); the head may be tied, biased, scaled, odd.
 _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -67,6 +74,19 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt2",
         {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "initializer_range": 0.1},
     ),
+    "opt": ("opt", {**_LONG, "ffn_dim": 48, "init_std": 0.1, "pad_token_id": None}),
+    "opt_unbiased": ("opt", {**_LONG, "ffn_dim": 40, "enable_bias": False, "tie_word_embeddings": False}),
+    "gpt_neo": ("gpt_neo", _NEO),
+    "gpt_neo_types": (
+        "gpt_neo",
+        {**_NEO, "num_layers": 3, "attention_types": [[["local", "local", "global"], 1]], "intermediate_size": 40},
+    ),
+    # 6 of 10 dimensions of a head are rotated.
+    "gptj": ("gptj", {**_GPTJ, "rotary_dim": 6}),
+    "gptj_whole": ("gptj", {**_GPTJ, "rotary_dim": 10, "n_inner": 48}),
+    # Slopes of 4 heads, and of 6, which are those of 4 and two of those of 8.
+    "bloom": ("bloom", _BLOOM),
+    "bloom_6_heads": ("bloom", {**_BLOOM, "hidden_size": 48, "n_head": 6, "tie_word_embeddings": False}),
     "gpt_neox": ("gpt_neox", {**SIZES, "rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.25}}),
     "gpt_neox_serial": ("gpt_neox", {**SIZES, "use_parallel_residual": False}),
     # The window is shorter than the sequence; tp and pp cut between windowed layers and others.

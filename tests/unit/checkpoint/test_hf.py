@@ -24,7 +24,8 @@ from megalite.core.batch import ForwardPass, MicroBatch
 from megalite.core.mesh.grid import Grid
 from megalite.core.microbatches import to_microbatches, weigh_parts
 from megalite.core.model.parameters import param_map
-from megalite.core.parts.families import FAMILIES
+from megalite.core.options.model import ModelConfig
+from megalite.core.parts.families import FAMILIES, PRESETS
 from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.extras.inference.load import load_model as load_for_inference
 from megalite.runtime.checkpoint.hf.config import read_config, write_config
@@ -117,14 +118,19 @@ def test_loss_and_gradients_are_those_of_transformers(models: Any, tmp_path: Pat
     loss = engine.executor.run(engine.train_program(1), batches, 1, 0, 1 / 30)
     assert loss.item() / 30 == pytest.approx(expected.item(), rel=1e-6)
     ours = {p.shard.spec.name: p.main_grad for p in engine.stages[0].parameters()}
+    # Scores that are not scaled are large: torch's kernel is 1.4e-5 off fp64 there, its matrix products are 5e-6.
+    most = 2e-5 if model.arch == "gpt_neo" else 1e-5
     for spec in param_map(model).values():
         if spec.tied_to is None:
             where = FAMILIES[model.arch].place(spec.name, model.num_layers)
             mine = ours[spec.name][tuple(slice(n) for n in spec.shape)]
-            for part in file_tensors(where, spec, model.num_heads):
+            for part in file_tensors(where, spec, model):
                 reference = theirs[part.name]
+                # Without rope, one bias for all keys shifts every score of a query: its gradient is 0, and rounded.
+                shifts = part.name.endswith("k_proj.bias") and model.position != "rope"
+                scale = (mine if shifts else reference).norm()
                 for box, rows in part.views(reference):
-                    assert (mine[box.index] - rows).norm() <= 1e-5 * reference.norm(), part.name
+                    assert (mine[box.index] - rows).norm() <= most * scale, part.name
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -452,7 +458,7 @@ def assert_same_gradients(hf: Any, module: Any, engine: Any, model: Any, ids: to
     for spec in param_map(model).values():
         if spec.tied_to is None:
             mine = ours[spec.name][tuple(slice(n) for n in spec.shape)]
-            for part in file_tensors(FAMILIES["qwen3_next"].place(spec.name, model.num_layers), spec, model.num_heads):
+            for part in file_tensors(FAMILIES["qwen3_next"].place(spec.name, model.num_layers), spec, model):
                 reference = theirs.pop(part.name)
                 for box, view in part.views(reference):
                     assert (mine[box.index] - view).norm() <= 1e-5 * reference.norm(), part.name
@@ -605,6 +611,9 @@ LAYER_TYPES = ["linear_attention", "full_attention", "full_attention", "linear_a
         ("gpt_oss", "swiglu_limit", 6.0, "megalite computes 7.0"),
         ("gpt_oss", "attention_dropout", 0.1, "megalite computes 0.0"),
         ("qwen3_next", "layer_types", LAYER_TYPES, "megalite computes"),
+        # OPT-350M
+        ("opt", "do_layer_norm_before", False, "megalite computes True"),
+        ("opt", "word_embed_proj_dim", 16, "differs from hidden_size 32"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(models: Any, case: str, key: str, value: Any, says: str) -> None:
@@ -621,6 +630,19 @@ def test_weights_in_fp8_are_refused_by_name(models: Any, tmp_path: Path) -> None
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="quantization_config fp8: weights in this format are not read"):
         import_hf(tmp_path / "fp8", tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize(("case", "prefix"), [("opt", "model."), ("bloom", "transformer."), ("gptj", "transformer.")])
+def test_files_without_the_prefix(models: Any, tmp_path: Path, case: str, prefix: str) -> None:
+    """As older classes wrote them; a head, with its bias, has none."""
+    folder, _ = models(case)
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text((folder / "config.json").read_text())
+    tensors = {k.removeprefix(prefix): v for k, v in read_all(folder).items()}
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    import_hf(tmp_path / "hub", tmp_path / "ckpt")
+    export_hf(tmp_path / "ckpt", tmp_path / "out")
+    assert_same_weights(folder, tmp_path / "out")
 
 
 def test_hub_files_of_gpt2(models: Any, tmp_path: Path) -> None:
@@ -652,6 +674,32 @@ def test_config_says_it_in_old_and_new_keys(models: Any, case: str) -> None:
         theta = "rotary_emb_base" if "rotary_emb_base" in written else "rope_theta"
         with pytest.raises(UserError, match="rope_theta: rope_parameters say"):
             read_config({**written, theta: 12345.0}, "config.json")
+
+
+# config.json of models on the hub, without what says nothing of the weights; they leave out what is a default.
+HUB: dict[str, dict[str, Any]] = {
+    "opt-125m": {"model_type": "opt", "activation_function": "relu", "attention_dropout": 0.0, "dropout": 0.1}
+    | {"do_layer_norm_before": True, "ffn_dim": 3072, "hidden_size": 768, "init_std": 0.02, "layerdrop": 0.0}
+    | {"max_position_embeddings": 2048, "num_attention_heads": 12, "num_hidden_layers": 12, "vocab_size": 50272}
+    | {"word_embed_proj_dim": 768},
+    "bloom-560m": {"model_type": "bloom", "attention_dropout": 0.0, "hidden_dropout": 0.0, "n_embed": 1024}
+    | {"layer_norm_epsilon": 1e-05, "n_inner": None, "n_layer": 24, "num_attention_heads": 16, "offset_alibi": 100}
+    | {"pretraining_tp": 1, "seq_length": 2048, "skip_bias_add": True, "vocab_size": 250880},
+    "gpt-neo-1.3b": {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 12]], "embed_dropout": 0}
+    | {"attention_layers": ["global", "local"] * 12, "hidden_size": 2048, "intermediate_size": None}
+    | {"max_position_embeddings": 2048, "num_heads": 16, "num_layers": 24, "resid_dropout": 0, "vocab_size": 50257}
+    | {"window_size": 256, "attention_dropout": 0},
+    "gpt-j-6b": {"model_type": "gptj", "n_embd": 4096, "n_head": 16, "n_inner": None, "n_layer": 28, "rotary": True}
+    | {"n_positions": 2048, "rotary_dim": 64, "scale_attn_weights": True, "tie_word_embeddings": False}
+    | {"vocab_size": 50400},
+}
+
+
+@pytest.mark.parametrize("preset", HUB)
+def test_config_of_the_hub_is_the_preset(preset: str) -> None:
+    read = read_config(HUB[preset], "config.json")
+    meant = ModelConfig.from_arch(**PRESETS[preset])
+    assert dataclasses.replace(read, hidden_dropout=0.0, attention_dropout=0.0) == meant
 
 
 def test_links_of_the_hub_cache(models: Any, tmp_path: Path) -> None:
@@ -689,7 +737,7 @@ cfg = ModelConfig(num_layers=2, hidden_size=1024, num_heads=8, ffn_hidden_size=4
 (root / "hf").mkdir()
 for spec in param_map(cfg).values():
     where = FAMILIES["llama"].place(spec.name, 2)
-    for part in file_tensors(where, spec, cfg.num_heads):
+    for part in file_tensors(where, spec, cfg):
         save_file({part.name: torch.ones(part.shape)}, root / "hf" / f"{part.name}.safetensors")
 index = {p.stem: p.name for p in (root / "hf").glob("*.safetensors")}
 (root / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))

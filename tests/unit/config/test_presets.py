@@ -20,7 +20,7 @@ ACTIVE = {n: preset.active for family in FAMILIES.values() for n, preset in fami
 EXACT = {name: number for name, number in PUBLISHED.items() if isinstance(number, int)}
 ROUNDED = {name: number for name, number in PUBLISHED.items() if isinstance(number, float)}
 # Families whose blocks `formula` knows; all others are counted against the published number alone.
-COUNTED_TWICE = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
+COUNTED_TWICE = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "opt")
 
 
 TIED = {"qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"}
@@ -40,9 +40,10 @@ def formula(preset: str, m: ModelConfig) -> int:
     assert f is not None
     assert vocab is not None
     q, kv = m.num_heads * m.head_size, m.kv_heads * m.head_size
-    if arch in ("gpt2", "gpt_neox"):
+    if arch in ("gpt2", "gpt_neox", "opt"):
         block = (h * 3 * h + 3 * h) + (h * h + h) + (h * f + f) + (f * h + h) + 2 * 2 * h
-        embeddings = vocab * h + 1024 * h * (m.seq_len // 1024) if arch == "gpt2" else 2 * vocab * h
+        positions = {"gpt2": 1024 * (m.seq_len // 1024), "opt": 2048 + 2, "gpt_neox": vocab}[arch]
+        embeddings = (vocab + positions) * h
         return layers * block + embeddings + 2 * h
     block = h * (q + 2 * kv) + q * h + 3 * h * f + 2 * h
     block += {"qwen2": q + 2 * kv, "qwen3": 2 * m.head_size}.get(arch, 0)
@@ -150,6 +151,10 @@ def test_text_part_of_gemma_3(preset: str) -> None:
         # Values that the count does not see, from the models' config.json.
         ("gpt2-124m", {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "positions": 1024}),
         ("gpt-neox-20b", {"rotary_dim": 24, "activation": "gelu_tanh", "parallel_residual": True, "norm_eps": 1e-5}),
+        ("opt-1.3b", {"position_offset": 2, "activation": "relu", "norm_eps": 1e-5, "positions": 2048}),
+        ("bloom-7b1", {"position": "alibi", "key_size": 136, "activation": "gelu_tanh", "embedding_norm": True}),
+        ("gpt-neo-2.7b", {"attention_scale": 1.0, "window": 256, "qkv_bias": False, "o_bias": True}),
+        ("gpt-j-6b", {"rotary_dim": 64, "norm_position": "shared", "qkv_bias": False, "head_bias": True}),
         ("pythia-160m", {"rotary_dim": 16, "activation": "gelu", "parallel_residual": True}),
         ("llama-2-7b", {"rope_theta": 10000.0, "norm_eps": 1e-5, "kv_heads": 32, "rope_scaling": None}),
         ("llama-3-8b", {"rope_theta": 500000.0, "norm_eps": 1e-5, "kv_heads": 8, "rope_scaling": None}),

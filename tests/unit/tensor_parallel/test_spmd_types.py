@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.grid import Grid
 from megalite.core.tensor_parallel.embedding import _Lookup
 from tests.parity import jobs
+from tests.parity.families import tiny
 from tests.parity.layouts import VARIANTS
 from tests.spmd.check import check
 from tests.spmd.types import SpmdTypeError
@@ -23,6 +25,7 @@ MODELS: dict[str, Any] = {"llama": jobs.llama(2), "gpt2": jobs.gpt2(2)}
 LATENTS = {"num_kv_heads": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
 MODELS["latents"] = jobs.llama(2, kv_lora_rank=16, q_lora_rank=12, qkv_bias=True, **LATENTS)
 MODELS["further"] = jobs.llama(2, mtp_num_layers=2)
+MODELS |= {family: replace(tiny(family), num_layers=2) for family in ("bloom", "gptj")}
 MODELS |= {name: jobs.llama(2, **options) for name, options in VARIANTS.items()}
 
 
@@ -44,9 +47,10 @@ def test_all_types(model: str, sequence_parallel: bool) -> None:
     [
         ("gpt2", {}, {"label_smoothing": 0.1}),
         ("llama", {}, {"loss_chunk": 5}),
+        ("gptj", {}, {"loss_chunk": 5}),
         ("llama", {"zero": 0, "bucket_size": 2**39}, {"recompute": "selective"}),
     ],
-    ids=["smoothing", "loss-chunk", "zero0-recompute"],
+    ids=["smoothing", "loss-chunk", "loss-chunk-bias", "zero0-recompute"],
 )
 def test_other_paths(model: str, parallel: dict[str, Any], train: dict[str, Any]) -> None:
     assert check(config(model, parallel, **train), Grid.of(4, tp=2)) > 150

@@ -22,8 +22,8 @@ class Packing:
             Experts are stacked in megalite: with {{}} for the expert they have tensors of their own, without it they
             are stacked in the file too.
         how: "rows" (one below the other), "heads" (GPT-NeoX: rows [heads, 3, head_dim]), "alternating" (gpt-oss: a row
-            of the first part, one of the second, and so on) or "pairs" (Llama 4: neighbors in a head of q or k are
-            rotated together, which in megalite lie half a head apart).
+            of the first part, one of the second, and so on) or "pairs" (Llama 4, GPT-J: neighbors in a head of q or k
+            are rotated together, which in megalite lie half of what is rotated apart).
         transposed: whether matrices are [in, out] (GPT-2's Conv1D).
     """
 
@@ -93,7 +93,7 @@ class Family:
         constants: keys with the only value that megalite supports; always written, and any other value is refused.
         activation: key of the name of the activation.
         partial_rotary: old key of the rotated fraction of a head, for families that have one.
-        old_theta: old key of the rotary base.
+        old_theta: old key of the rotary base; "": files say nothing of the frequencies, which are the default ones.
         local_theta: old key of the rotary base of sliding-window layers, for families that have one.
         text_of: model types with this family in `text_config`, beside images -> values that the text_config may omit.
         skip: patterns of tensors that files of this family may hold and that are not weights.

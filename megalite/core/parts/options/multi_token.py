@@ -41,10 +41,16 @@ class MultiTokenRules(PartRules["ModelConfig", "StepConfig"]):
         m, p = cfg.model, cfg.parallel
         given = f"--mtp-num-layers {m.mtp_num_layers}"
         require(
-            m.mtp_num_layers == 0 or m.position == "rope",
+            m.mtp_num_layers == 0 or m.position != "learned",
             f"{given} with --position {m.position}",
             "embeddings of further tokens have no positions added to them",
             "use --position rope",
+        )
+        require(
+            m.mtp_num_layers == 0 or not m.embedding_norm,
+            f"{given} with --embedding-norm",
+            "embeddings of further tokens are not normalized",
+            "drop one of the two",
         )
         written = count_modules(p.pipeline_layout or "")
         require(

@@ -65,6 +65,7 @@ def deferred_bytes(cfg: Config, kind: BlockKind) -> int:
     m = cfg.model
     # With a parallel residual, both sub-layers have the same gradient.
     residual = -m.hidden_size if m.parallel_residual else 0
+    residual -= m.hidden_size if m.norm_position == "shared" else 0  # and the same input
     inner = 0
     apart = 0
     for part in (MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]):
@@ -86,12 +87,26 @@ def gathered_bytes(cfg: Config) -> int:
     if p.cp == 1 or "gather" not in comm:
         return 0
     neighbors = head_ranks(m, p) if "a2a" in comm else 1
-    return inside(cfg, "", (element_size(cfg) + 8) * 2 * m.kv_heads * m.head_size).bytes * p.cp // neighbors
+    return inside(cfg, "", (element_size(cfg) + 8) * 2 * m.kv_heads * m.key_size).bytes * p.cp // neighbors
 
 
 def mask_bytes(cfg: Config) -> int:
     """Compute the bytes of a dropout mask on the residual stream."""
     return residual_rows(cfg) * cfg.model.hidden_size if cfg.model.hidden_dropout else 0
+
+
+def embedding_bytes(cfg: Config) -> int:
+    """Compute the bytes that the first stage keeps per micro-batch before its blocks: a dropout mask, what a norm of
+    embeddings reads, and its statistics.
+    """
+    normed = residual_bytes(cfg) + _statistic(cfg).bytes * cfg.model.norm_kind.statistics
+    return mask_bytes(cfg) + normed * cfg.model.embedding_norm
+
+
+def _statistic(cfg: Config) -> SavedTensor:
+    # On a CPU, torch's LayerNorm keeps statistics in the data type of its input.
+    like_input = cfg.model.norm == "layernorm" and cfg.parallel.device == "cpu"
+    return SavedTensor("statistic of a norm", (element_size(cfg) if like_input else 4) * residual_rows(cfg))
 
 
 def _on_residual(cfg: Config, name: str) -> SavedTensor:
@@ -104,6 +119,8 @@ def _residual_stream(cfg: Config) -> list[SavedTensor]:
     if m.norm_position == "post":  # what a norm puts out is added to the residual and dropped
         names = ["input of the block", "input of the norm after attention"]
         names += ["residual before the MLP", "input of the norm after the MLP"]
+    elif m.norm_position == "shared":
+        names = ["input of the block", "output of the norm before both"]
     elif m.parallel_residual:  # both norms read the input of the block
         names = ["input of the block", "output of the norm before attention", "output of the norm before the MLP"]
     else:
@@ -112,11 +129,8 @@ def _residual_stream(cfg: Config) -> list[SavedTensor]:
     if m.norm_position == "both":
         names += ["input of the norm after attention", "input of the norm after the MLP"]
     rows = [_on_residual(cfg, name) for name in names]
-    norms = 4 if m.norm_position == "both" else 2
-    # On a CPU, torch's LayerNorm keeps statistics in the data type of its input.
-    like_input = m.norm == "layernorm" and cfg.parallel.device == "cpu"
-    statistic = SavedTensor("statistic of a norm", (element_size(cfg) if like_input else 4) * residual_rows(cfg))
-    rows += [statistic] * (norms * m.norm_kind.statistics)
+    norms = {"both": 4, "shared": 1}.get(m.norm_position, 2)
+    rows += [_statistic(cfg)] * (norms * m.norm_kind.statistics)
     if m.zero_centered_norm:
         rows += [SavedTensor("1 + weight of a norm", 4 * m.hidden_size)] * norms
     return rows + ([SavedTensor("dropout mask", mask_bytes(cfg))] * 2 if m.hidden_dropout else [])

@@ -25,8 +25,8 @@ from megalite.core.pipeline.schedule import MAX_SENDS, placement_of
 from megalite.extras.plan.memory.activations import (
     block_activations,
     deferred_bytes,
+    embedding_bytes,
     gathered_bytes,
-    mask_bytes,
     mtp_bytes,
     recomputed_bytes,
 )
@@ -236,8 +236,7 @@ def _stages_bytes(cfg: Config, layers: tuple[range, ...]) -> list[_StageBytes]:
         held = [(n, of(block)) for block, n in {**further, **counts}.items()]
         # Blocks whose input is offloaded keep nothing else.
         away = sent_blocks(stage, layers[stage]) * residual_bytes(cfg) * offloads
-        # The first stage also keeps the mask of the embedding's dropout.
-        ends = mask_bytes(cfg) * (stage == 0) + last * (stage == end)
+        ends = embedding_bytes(cfg) * (stage == 0) + last * (stage == end)
         deferred = sum(n * block.deferred for n, block in held) + away
         out.append(
             _StageBytes(

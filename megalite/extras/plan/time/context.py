@@ -79,7 +79,7 @@ def messages(
     near, far = context.neighbors, ranks // context.neighbors
     heads, kv_heads = model.num_heads / tp, model.kv_heads / tp
     groups = max(kv_heads, near)
-    width = tokens * model.head_size
+    width = tokens * model.key_size
     forward, backward = list[Message](), list[Message]()
     if near > 1:
         # q and out, k and v; in backward all of their gradients.

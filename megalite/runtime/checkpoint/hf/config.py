@@ -103,7 +103,7 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
     if activation is None:
         raise refuse(family.activation, f"is not one of {', '.join(names)}")
     options["activation"] = activation
-    if options.get("position") != "learned":
+    if options.get("position", "rope") == "rope" and family.old_theta:
         options.update(_read_rope(config, values, family, where))
     # Absent and null both mean the default, derived from the other sizes.
     options = {k: v for k, v in options.items() if v is not None}
@@ -260,7 +260,7 @@ def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[
         out[key] = list(value) if isinstance(value, tuple) else value
     out |= family.write(cfg)
     out[family.activation] = _activations(family).get(cfg.activation, cfg.activation)
-    if cfg.position == "rope":
+    if cfg.position == "rope" and family.old_theta:
         out.update(_write_rope(cfg, family))
     if ("sliding_window", "window") in family.fields:
         out["layer_types"] = _layer_types(cfg)

@@ -9,6 +9,7 @@ from itertools import product
 import torch
 
 from megalite.core.base.slices import Slice, box_index
+from megalite.core.options.model import ModelConfig
 from megalite.core.parts.families.common import Packing
 from megalite.core.sharding import ParamSpec
 
@@ -20,17 +21,15 @@ class FileTensor:
     Attributes:
         name, shape: those in the file.
         transposed: whether its last two dimensions are exchanged in megalite's tensor.
-        runs: its rows (columns), some at a time: (the first one, box of megalite's tensor).
+        runs: its rows (columns), some at a time: (the first one, from one to the next, box of megalite's tensor).
         rows: the dimension of its rows, once they are no columns: 1 where experts are stacked in the file.
-        step: from a row of a run to the next.
     """
 
     name: str
     shape: tuple[int, ...]
     transposed: bool
-    runs: tuple[tuple[int, Slice], ...]
+    runs: tuple[tuple[int, int, Slice], ...]
     rows: int = 0
-    step: int = 1
 
     def views(self, tensor: torch.Tensor) -> Iterator[tuple[Slice, torch.Tensor]]:
         """Yield each box of megalite's tensor with the view of the file's `tensor` that holds it."""
@@ -41,16 +40,16 @@ class FileTensor:
     def overlaps(self, wanted: Slice | None) -> Iterator[tuple[tuple[slice, ...], Slice]]:
         """Yield what lies in a box of megalite's tensor: (subscript of the file's tensor, rows first; box of ours)."""
         dims = len(self.shape)
-        for first, box in self.runs:
+        for first, step, box in self.runs:
             if common := box.intersect(wanted or box):
                 offset, shape = common
                 there = list(box_index([o - b for o, b in zip(offset, box.offset)], shape)[-dims:])
                 begin, end = there[self.rows].start, there[self.rows].stop
-                there[self.rows] = slice(first + begin * self.step, first + (end - 1) * self.step + 1, self.step)
+                there[self.rows] = slice(first + begin * step, first + (end - 1) * step + 1, step)
                 yield tuple(there), Slice(offset, shape)
 
 
-def file_tensors(packing: Packing, spec: ParamSpec, heads: int) -> Iterator[FileTensor]:
+def file_tensors(packing: Packing, spec: ParamSpec, cfg: ModelConfig) -> Iterator[FileTensor]:
     """Yield the tensors of the file that make up a tensor of megalite, those of its experts one after the other."""
     stack = _stack(spec)
     rows, *inner = spec.shape[len(stack) :]
@@ -59,25 +58,35 @@ def file_tensors(packing: Packing, spec: ParamSpec, heads: int) -> Iterator[File
     for expert in [(0,) * fused] if fused else product(*map(range, stack)):
         ones, here = stack if fused else (1,) * len(expert), 0
         for part, (name, size) in enumerate(zip(packing.names, sizes, strict=True)):
-            n = size
-            starts = [(0, here)]
-            step = 1
-            if packing.how == "heads":
-                n = size // (3 * heads)
-                starts = [((3 * head + i) * n, (heads * i + head) * n) for i in range(3) for head in range(heads)]
-            elif packing.how == "alternating":
-                step = len(spec.parts)
-                n = size // step
-                starts = [(i, i * n) for i in range(step)]
-            elif packing.how == "pairs" and part < 2:
-                width, step = spec.parts[0] // heads, 2
-                n = width // 2
-                starts = [(at + i, here + at + i * n) for at in range(0, size, width) for i in range(2)]
-            runs = tuple((there, Slice((*expert, row, *zeros), (*ones, n, *inner))) for there, row in starts)
+            runs = tuple(
+                (there, step, Slice((*expert, here + row, *zeros), (*ones, n, *inner)))
+                for there, step, row, n in _runs(packing, spec, size, part, cfg)
+            )
             transposed = packing.transposed and bool(inner)
             shape = (*stack[:fused], *((size, *inner)[::-1] if transposed else (size, *inner)))
-            yield FileTensor(name.format(*expert), shape, transposed, runs, fused, step)
+            yield FileTensor(name.format(*expert), shape, transposed, runs, fused)
             here += size
+
+
+def _runs(
+    packing: Packing, spec: ParamSpec, size: int, part: int, cfg: ModelConfig
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the runs of a part of `size` rows: (first row in the file, step there, first row here, number of rows)."""
+    heads = cfg.num_heads
+    if packing.how == "heads":
+        n = size // (3 * heads)
+        yield from (((3 * head + i) * n, 1, (heads * i + head) * n, n) for i in range(3) for head in range(heads))
+    elif packing.how == "alternating":
+        step = len(spec.parts)
+        yield from ((i, step, i * (size // step), size // step) for i in range(step))
+    elif packing.how == "pairs" and part < 2:
+        width, turned = spec.parts[0] // heads, cfg.rotary_dim
+        for at in range(0, size, width):
+            yield from ((at + i, 2, at + i * (turned // 2), turned // 2) for i in range(2))
+            if turned < width:
+                yield at + turned, 1, at + turned, width - turned
+    else:
+        yield 0, 1, 0, size
 
 
 def pieces(spec: ParamSpec) -> list[Slice]:

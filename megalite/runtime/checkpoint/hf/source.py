@@ -82,7 +82,7 @@ class HFSource:
 
     def parts(self, spec: ParamSpec, packing: Packing) -> Iterator[FileTensor]:
         """Yield the tensors of the folder that make up a tensor of megalite."""
-        return file_tensors(packing, spec, self.config.num_heads)
+        return file_tensors(packing, spec, self.config)
 
     def read(self, spec: ParamSpec, packing: Packing, offset: Sequence[int], out: torch.Tensor) -> None:
         """Fill `out` (any type, any device) with the elements of megalite's tensor from `offset` on.
@@ -181,7 +181,7 @@ class HFSource:
         prefix, skip = self.family.prefix, [re.compile(p) for p in self.family.skip]
         out = {}
         for name, tensor in tensors.items():
-            if prefix and not name.startswith(prefix) and name != "lm_head.weight":
+            if prefix and not name.startswith(prefix) and not name.startswith("lm_head."):
                 name = prefix + name
             if any(p.fullmatch(name) for p in skip):
                 continue

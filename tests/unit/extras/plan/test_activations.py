@@ -24,6 +24,9 @@ SHAPE = {"hidden_size": 64, "seq_len": SEQ, "vocab_size": VOCAB}
 FAMILIES = {
     "llama": jobs.llama(**SHAPE, ffn_hidden_size=176),
     "gpt2": jobs.gpt2(**SHAPE),
+    "bloom": jobs.gpt2(**SHAPE, position="alibi", embedding_norm=True),
+    "gptj": jobs.gpt2(**SHAPE, norm_position="shared", parallel_residual=True, head_bias=True, tie_embeddings=False),
+    "relu": jobs.gpt2(**SHAPE, activation="relu"),
     # Four norms, q/k norms, bounded scores, masks; dropout in both places.
     "olmo2": jobs.llama(**SHAPE, norm_position="post", qk_norm="full"),
     "gemma2": jobs.gemma2(**SHAPE),
@@ -47,9 +50,13 @@ LAYOUTS = [(1, False), (2, True), (2, False)]
 CASES = [
     *product(("llama", "gpt2"), (1, 3), ("none", "selective", "full"), LAYOUTS, ("bf16",)),
     *product(
-        ("olmo2", "gemma2", "dropout", "documents", "chunks"), (1,), ("none", "selective"), LAYOUTS[:1], ("fp32",)
+        ("olmo2", "gemma2", "dropout", "documents", "chunks", "relu", "bloom", "gptj"),
+        (1,),
+        ("none", "selective"),
+        LAYOUTS[:1],
+        ("fp32",),
     ),
-    *product(("olmo2", "gemma2", "dropout", "sinks"), (1,), ("none", "selective"), LAYOUTS[1:2], ("bf16",)),
+    *product(("olmo2", "gemma2", "dropout", "sinks", "bloom"), (1,), ("none", "selective"), LAYOUTS[1:2], ("bf16",)),
 ]
 
 

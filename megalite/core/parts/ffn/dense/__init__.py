@@ -28,10 +28,9 @@ class DenseMLP(FeedForward):
 
     def saved(self, cfg: StepConfig) -> list[SavedTensor]:
         features, e = cfg.model.ffn_size, element_size(cfg)
-        return [
-            inside(cfg, "MLP before its activation", e * (2 if cfg.model.gated else 1) * features),
-            inside(cfg, "MLP after its activation", e * features),
-        ]
+        before = e * cfg.model.activation_kind.kept * features
+        rows = [inside(cfg, "MLP before its activation", before)] if before else []
+        return [*rows, inside(cfg, "MLP after its activation", e * features)]
 
     def touched(self, cfg: ModelConfig) -> int:
         return (3 if cfg.gated else 2) * cfg.ffn_size

@@ -83,7 +83,7 @@ class MoE(FeedForward):
             SavedTensor("weights of the experts", 4 * sent),
             SavedTensor("order of the tokens by expert", 16 * sent),
             SavedTensor("inputs of the experts", e * rows * m.hidden_size),
-            SavedTensor("experts before their activation", e * rows * (2 if m.gated else 1) * ffn),
+            SavedTensor("experts before their activation", e * rows * m.activation_kind.kept * ffn),
             SavedTensor("experts after their activation", e * rows * ffn),
             SavedTensor("outputs of the experts", e * sent * m.hidden_size),
         ]
@@ -94,7 +94,7 @@ class MoE(FeedForward):
         if m.moe_z_loss_coeff:
             kept.append(SavedTensor("logits of the router, and their log-sum-exp", 4 * own * (m.num_experts + 1)))
         if m.moe_shared_ffn_size:
-            kept.append(inside(cfg, "shared expert", e * (3 if m.gated else 2) * m.moe_shared_ffn_size))
+            kept.append(inside(cfg, "shared expert", e * (1 + m.activation_kind.kept) * m.moe_shared_ffn_size))
         if m.moe_shared_gate:
             kept.append(SavedTensor("output of the shared expert, and its gate", own * (e * m.hidden_size + 4)))
         return kept

@@ -83,16 +83,17 @@ class GroupedQueryAttention(Mixer):
         long = masked and on_cpu and m.seq_len >= LONG_ON_CPU and m.attention_softcap is None
         # Block by block, masks and scores are made again.
         if spread > 1 or m.attention_sinks or m.attention_dropout or long:
-            return [*rows, _packed(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
+            return [*rows, *_read(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
         if m.attention_softcap is not None:  # no fused kernel
             rows += [inside(cfg, name, e * width) for name, width in (("queries", q), ("keys", kv), ("values", kv))]
             rows += [inside(cfg, "bounded scores", 4 * scores), inside(cfg, "probabilities", 4 * scores)]
             rows += [inside(cfg, "probabilities in the type of the values", e * scores)] if e == 2 else []
             return [*rows, SavedTensor("mask", masks * m.seq_len**2)]
-        rows += [_packed(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
+        rows += [*_read(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
         if q > kv and not on_cpu and (e == 4 or masked):
             # No fused kernel takes grouped heads in fp32 or with a mask.
-            rows += [inside(cfg, "keys, one per query head", e * q), inside(cfg, "values, one per query head", e * q)]
+            each = e * m.num_heads * m.key_size
+            rows += [inside(cfg, f"{name}, one per query head", each) for name in ("keys", "values")]
         return rows + ([SavedTensor("summand of the scores", e * masks * m.seq_len**2)] if masked else [])
 
     def core_input(self, cfg: StepConfig) -> list[SavedTensor]:
@@ -127,6 +128,15 @@ def _qk_norms(cfg: ModelConfig, name: str, q: int, kv: int) -> list[ParamSpec]:
         ParamSpec(f"{name}.{n}.weight", (size,), (("tp", 0),), init=norm_init(cfg), weight_decay=False)
         for n, size in (("q_norm", q), ("k_norm", kv))
     ]
+
+
+def _read(cfg: StepConfig) -> list[SavedTensor]:
+    """List what kernels of attention keep of their input, and with ALiBi's columns of an output that is cut."""
+    m = cfg.model
+    if m.position != "alibi":
+        return [_packed(cfg)]
+    heads = {"queries": m.num_heads, "keys": m.kv_heads, "values": m.kv_heads, "output before the cut": m.num_heads}
+    return [inside(cfg, name, element_size(cfg) * n * m.key_size) for name, n in heads.items()]
 
 
 def _packed(cfg: StepConfig, name: str = "queries, keys and values") -> SavedTensor:

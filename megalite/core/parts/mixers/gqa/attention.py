@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.core.batch import Documents, ForwardPass, Mask
 from megalite.core.mesh import collectives
 from megalite.core.model.layers import Layers, Rope, norm_scale
+from megalite.core.parts.mixers.gqa import alibi
 
 
 class Attention(nn.Module):
@@ -35,6 +37,12 @@ class Attention(nn.Module):
         self.softcap = cfg.attention_softcap
         self.attention, self.rope_qkv = layers.ops.attention, layers.ops.rope_qkv
         self.dropout, self.first_head = layers.dropout("attention", index), layers.tp.rank * self.num_heads
+        self.biases = None
+        if cfg.position == "alibi":
+            # By the head's number in the whole model; what scores are scaled by must be known here.
+            self.scale = cfg.head_size**-0.5 if self.scale is None else self.scale
+            own = alibi.slopes(cfg.num_heads)[self.first_head : self.first_head + self.num_heads]
+            self.biases = alibi.of_queries(own, self.scale, layers.dtype, layers.device)
         self.gated = cfg.attention_output_gate
         self.sinks = layers.param(f"{name}.sinks") if cfg.attention_sinks else None
         self.qkv_proj = layers.column(f"{name}.qkv_proj")
@@ -87,7 +95,9 @@ class Attention(nn.Module):
         q, k, v = (t.view(seq, batch, -1, d) for t in parts)
         if self.l2_norm:
             q, k = (self.rmsnorm(x, x.new_ones(d), self.eps) for x in (q, k))
-        if rope is not None and len(rope) == 1:
+        if self.biases is not None:
+            q, k, v = self._with_biases(q, k, v, rope)
+        elif rope is not None and len(rope) == 1:
             q = (q * rope[0].unsqueeze(-1)).to(v.dtype)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
@@ -95,8 +105,20 @@ class Attention(nn.Module):
         if self.sinks is not None:
             options["sinks"] = self.sinks
         out = self.attention(q, k, v, self.mask, documents, **options)
+        out = out if self.biases is None else out[..., :d]
         out = out.permute(2, 0, 1, 3).reshape(seq, batch, n * d)
         return out if gate is None else out * gate.sigmoid()
+
+    def _with_biases(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Append ALiBi's columns to q and k [S, B, heads, D], and zeros to v: kernels take one width."""
+        assert self.biases is not None
+        assert rope is not None
+        slopes, positions = self.biases, rope[0].to(k.dtype).unsqueeze(2)
+        q = torch.cat((q, slopes.expand(*q.shape[:3], -1)), dim=-1)
+        k = torch.cat((k, positions.expand(*k.shape[:3], -1)), dim=-1)
+        return q, k, F.pad(v, (0, k.shape[-1] - v.shape[-1]))
 
 
 class QKNorm(nn.Module):

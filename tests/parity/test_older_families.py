@@ -1,0 +1,162 @@
+"""Families of before Llama: five steps of AdamW beside transformers' own models, and every gradient beside those of one
+process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.core.base.errors import UserError
+from megalite.core.options.model import ModelConfig
+from megalite.extras.convert.hf import export_hf
+from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.data import Rows
+from megalite.runtime.options.run import Config
+from tests.parity import jobs
+from tests.parity.families import tiny
+from tests.parity.harness import Grid, check, check_compiled, config, ranks_of
+from tests.parity.oracle import STARTS, train_plainly
+from tests.rows import layout_tests
+from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
+from tests.workers import WorkerPool
+
+FAMILIES, STEPS = ("opt", "bloom", "gpt_neo", "gptj"), 5
+# World -> layouts, one after the other on the same ranks.
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{"tp": 2, "sequence_parallel": False}, {"pp": 2, "schedule": "zb-h1"}],
+    4: [{"tp": 2, "cp": 2, "cp_comm": "ring"}, {"tp": 2, "zero": 3, "zero_whole_below": 500}],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def damped() -> Iterator[None]:
+    """An epsilon of AdamW above roundings: a gradient of zero (that of a bias of keys) would be divided by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "OPTIM", dataclasses.replace(jobs.OPTIM, eps=1e-6))
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folder of each family, and what transformers and torch make of it: figures of every step, last weights."""
+    made: dict[str, tuple[Path, list[tuple[float, float]], dict[str, torch.Tensor]]] = {}
+
+    def get(family: str) -> Any:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            make_model(family, folder)
+            hf = load_model(folder)
+            steps = train_plainly(hf, STEPS)
+            hf.save_pretrained(folder / "trained")
+            made[family] = folder, steps, read_all(folder / "trained")
+        return made[family]
+
+    return get
+
+
+def trained(
+    rank: int, cfgs: list[Config], world: int, folder: str, roots: list[str]
+) -> list[list[tuple[float, float]]]:
+    """By config: figures of every step of a run that starts from a folder; the last weights are saved."""
+    out = []
+    for cfg, root in zip(cfgs, roots, strict=True):
+        engine = jobs.start(rank, cfg, world)
+        load_hf(folder, cfg.model, engine.optimizer.states(), engine.ctx)
+        engine.optimizer.finish_load()
+        out.append(jobs.run_steps(engine, STEPS))
+        jobs.check_copies(engine)
+        checkpointer = Checkpointer(root, engine.ctx)
+        model = dataclasses.asdict(cfg.model)
+        checkpointer.save(STEPS, engine.optimizer.states(), {"config": {"model": model}})
+        checkpointer.close()
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_every_layout_follows_transformers(
+    pool: WorkerPool, models: Any, tmp_path: Path, world: int, family: str
+) -> None:
+    folder, steps, weights = models(family)
+    model = dataclasses.replace(hf_model_config(folder), seq_len=jobs.SEQ, hidden_dropout=0.0, attention_dropout=0.0)
+    roots = [tmp_path / str(i) for i in range(len(LAYOUTS[world]))]
+    cfgs = [jobs.make_config(model, layout, train_steps=STEPS) for layout in LAYOUTS[world]]
+    arguments = cfgs, world, str(folder), [str(root) for root in roots]
+    ranks = pool.run(world, trained, *arguments) if world > 1 else [trained(0, *arguments)]
+    for i, (root, layout) in enumerate(zip(roots, LAYOUTS[world])):
+        for rank in ranks:
+            np.testing.assert_allclose(rank[i], steps, rtol=1e-5, err_msg=f"{family} {layout}")
+        export_hf(root, root / "hf")
+        ours = read_all(root / "hf")
+        assert ours.keys() == weights.keys()
+        for name, theirs in weights.items():
+            assert (ours[name] - theirs).abs().max() <= 1e-5 * theirs.abs().max(), f"{family} {layout}: {name}"
+
+
+def packed(step: int) -> Rows:
+    """Samples of several documents: positions are counted in each."""
+    batch = jobs.batches(step)[step - 1]
+    return Rows(batch[:, :-1], batch[:, 1:], STARTS)
+
+
+MODELS = [dataclasses.replace(tiny(family), init_std=0.1) for family in FAMILIES]
+# Two query heads on each key head, a window and an output gate; and a module that predicts a further token, whose
+# output layer has a bias.
+BLOOM = dataclasses.replace(
+    tiny("bloom"),
+    init_std=0.1,
+    num_kv_heads=4,
+    window=7,
+    attention_output_gate=True,
+)
+FURTHER = jobs.llama(position="alibi", head_bias=True, mtp_num_layers=1, init_std=0.1)
+STRONG: Grid = {
+    ranks_of(4, tp=2, pp=2): [
+        (model, 1, more, {"loss_chunk": chunk})
+        for model in MODELS
+        for more, chunk in (({"schedule": "zb-v", "vp": 2}, 0), ({"sequence_parallel": False}, 5))
+    ],
+    ranks_of(2, cp=2): [(BLOOM, 1, {"cp_comm": comm}, {"data": packed}) for comm in ("gather", "a2a")],
+    ranks_of(4, tp=2, cp=2): [
+        (model, zero, {"cp_comm": comm}, {"recompute": recompute})
+        for model in MODELS
+        for zero, comm, recompute in ((3, "ring", "selective"), (1, "a2a", "full"))
+    ],
+    ranks_of(2, pp=2): [(FURTHER, 1, {}, {})],
+}
+GRID: Grid = {
+    ranks_of(4, tp=4): [(model, 2, {}, {}) for model in MODELS],
+    ranks_of(4, cp=4): [(model, 1, {"cp_comm": comm}, {}) for model in MODELS for comm in ("gather", "a2a+ring")],
+    ranks_of(8, tp=2, pp=2, cp=2): [(model, 3, {}, {"recompute": "full"}) for model in MODELS],
+}
+
+test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
+
+
+@pytest.mark.parametrize("model", [BLOOM, tiny("gptj")], ids=["alibi", "shared norm"])
+def test_compiled_blocks(pool: WorkerPool, model: ModelConfig) -> None:
+    check_compiled(pool, 2, config(model, 1, {"tp": 2}))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "says"),
+    [
+        ("opt", {"position": "rope"}, "--position-offset 2 with --position rope: is of learned positions"),
+        ("bloom", {"attention_softcap": 2.0}, "--attention-softcap 2.0 with --position alibi: would cap the bias"),
+        ("gptj", {"parallel_residual": False}, "--norm-position shared without --parallel-residual: is one norm of"),
+        ("gptj", {"tie_embeddings": True}, "--head-bias with --tie-embeddings: an output layer that shares its"),
+        ("bloom", {"seq_len": 70000}, "--seq-len 70000 with --position alibi: is longer than the 65536 positions"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(family: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        dataclasses.replace(tiny(family), **options)
