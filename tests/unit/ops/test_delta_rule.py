@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megalite.core.ops import delta_rule
 from megalite.core.ops.causal_conv import causal_conv
 from megalite.core.ops.delta_rule import gated_delta_rule, gated_delta_transition, recurrent
+from megalite.core.parts.kernels import fused
 from megalite.core.parts.mixers.delta_net import delta_slices
 
 # Around the ends of chunks of 64 tokens, and less than one.
@@ -242,3 +243,15 @@ def test_the_convolution_is_that_of_torch(tokens: int, documents: bool) -> None:
 
     given = starts if documents else None
     close(gradients(causal_conv, [x, weight], given), gradients(reference, [x, weight]), 1e-12)
+
+
+def test_kernels_keep_no_input_but_by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rule runs its states with lives until backward; of a block that is recomputed, inputs must not."""
+    for name in ("gated_delta_rule", "gated_delta_transition"):
+        monkeypatch.setattr(delta_rule, name, lambda *args, scan: scan)
+        given = inputs(64)[0 if name == "gated_delta_rule" else 1 :]
+        alive = [weakref.ref(x) for x in given]
+        scan = getattr(fused, name)(*given, kernels="triton")
+        del given
+        assert scan is not None
+        assert not any(ref() is not None for ref in alive), name

@@ -280,7 +280,8 @@ def combine_rows(
 
 
 def _scan(v: Tensor, kernels: str) -> Scan:
-    return lambda *args: _Scan.apply(*args, v.dtype == torch.float32, kernels)
+    exact = v.dtype == torch.float32  # the scan lives until backward, and must not keep v where it is made again
+    return lambda *args: _Scan.apply(*args, exact, kernels)
 
 
 def causal_conv(x: Tensor, weight: Tensor, starts: Tensor | None = None, *, kernels: str) -> Tensor:

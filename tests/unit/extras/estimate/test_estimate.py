@@ -251,6 +251,9 @@ def test_a_window_takes_the_kernel_that_skips_what_is_not_seen(runs: Runs) -> No
     pairs = 1 + 2 + 3 + 4 + 12 * 5
     per_pair = 2 * (2 + 5) * 16 * 4  # two products forward and five backward, heads of 16, 4 of them
     assert full["flops"] - window["flops"] == 16 * 4 * per_pair * (16 * 16 // 2 - pairs)
+    # There is no mask, in the run as in the plan.
+    for figure in ("peak_bytes", "predicted_bytes"):
+        assert window[figure] == full[figure]
 
 
 def test_the_output_layer_in_chunks_of_tokens(runs: Runs) -> None:

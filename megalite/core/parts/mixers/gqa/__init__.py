@@ -57,11 +57,10 @@ class GroupedQueryAttention(Mixer):
         q = m.num_heads * m.head_size
         kv = m.kv_heads * m.head_size
         scores = m.num_heads * m.seq_len
-        # FlashAttention follows the lengths of documents; elsewhere each sample has a mask of its own.
+        # FlashAttention follows windows and the lengths of documents; elsewhere each sample has a mask of its own.
         documents = cfg.within_documents or any(map(m.chunk_of, range(m.num_layers)))
-        by_document = documents and (on_cpu or e == 4)
         masks = cfg.train.micro_batch_size if documents else 1
-        masked = by_document or (not documents and (m.window or m.seq_len) < m.seq_len)
+        masked = (on_cpu or e == 4) and (documents or (m.window or m.seq_len) < m.seq_len)
         gated = ["gates", "output before the gate"] if m.attention_output_gate else []
         rows = [inside(cfg, name, e * q) for name in gated]
         if m.qk_norm == "head":
