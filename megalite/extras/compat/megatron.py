@@ -104,6 +104,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "swiglu": {"activation": "swiglu"},
     "openai-gelu": {"activation": "gelu_tanh"},
     "use-rotary-position-embeddings": {"position": "rope"},
+    "use-alibi-position-embeddings": {"position": "alibi"},
     "use-rope-scaling": {"rope_scaling": "{factor: 8.0}"},
     "disable-bias-linear": {"qkv_bias": False, "o_bias": False, "mlp_bias": False},
     "add-qkv-bias": {"qkv_bias": True},
@@ -345,6 +346,14 @@ def _tensorboard(_: str, written: str, folder: str, options: Mapping[str, Any]) 
     return True
 
 
+def _embedding_norm(_: str, written: str, on: bool, options: Mapping[str, Any]) -> bool:
+    """Norms of embeddings come before learned positions there, and after them here."""
+    if options["position"] == "learned":
+        rule = "positions are added after the norm there, and before it here"
+        raise UserError(f"{written} with --position learned", rule, "give --position-embedding-type alibi or rope")
+    return on
+
+
 def _vocabulary(_: str, written: str, path: str, options: Mapping[str, Any]) -> int:
     """Count the entries of GPT-2's vocab.json."""
     from megalite.runtime.data.tokenizer_files import read_json  # with what reads data, which other commands do without
@@ -379,6 +388,7 @@ COMPUTED: dict[str, ComputedOption] = {
     "num-distributed-optimizer-instances": ComputedOption("zero_group", int, _instances),
     "expert-tensor-parallel-size": ComputedOption("etp", int, _expert_tp),
     "load": ComputedOption("resume", str, _load),
+    "embed-layernorm": ComputedOption("embedding_norm", bool, _embedding_norm),
     "vocab-file": ComputedOption("vocab_size", str, _vocabulary),
     "tensorboard-dir": ComputedOption("tensorboard", str, _tensorboard),
 }

@@ -113,8 +113,7 @@ masters are fp32, or bf16 and rounded stochastically -> use --master-dtype bf16
 this type is that of the sum over micro-batches -> use --grad-dtype bf16
     main-grads-dtype=fp32
 the model does not support this variant -> drop it, or see --help all for the model's options
-    squared-relu apply-residual-connection-post-layernorm embed-layernorm
-    use-alibi-position-embeddings no-position-embedding rotary-* qk-l2-norm
+    squared-relu apply-residual-connection-post-layernorm no-position-embedding rotary-* qk-l2-norm
     qk-clip* softmax-scale relative-attention-* embedding-init-method-std init-method-xavier-uniform no-scaled-init
     data-parallel-random-init hybrid-* is-hybrid-model mamba-* heterogeneous-*
 YaRN is one option, in latent attention and any other -> give --rope-scaling with rope_type yarn

@@ -362,7 +362,7 @@ MATTERS = """
     optimizer-offload-fraction cpu-offloading-num-layers remote-device use-pin-memory
     checkpoint-in-cpu deepspeed spec fp32-residual-connection fp16-lm-cross-entropy
     embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul squared-relu quick-geglu
-    apply-residual-connection-post-layernorm embed-layernorm use-alibi-position-embeddings no-position-embedding
+    apply-residual-connection-post-layernorm no-position-embedding
     rotary-interleaved rope-type qk-l2-norm softmax-type
     relative-attention-num-buckets embedding-init-method-std init-method-xavier-uniform no-scaled-init
     data-parallel-random-init sliding-window tiktoken-num-special-tokens
@@ -713,6 +713,16 @@ def test_experts_in_their_words() -> None:
     assert config("--num-experts", "8", "--tp", "2", "--expert-tensor-parallel-size", "2").parallel.etp == "tp"
     with pytest.raises(UserError, match="--expert-tensor-parallel-size 2: experts are whole or cut over all of --tp 4"):
         config("--num-experts", "8", "--tp", "4", "--expert-tensor-parallel-size", "2")
+
+
+def test_blooms_script() -> None:
+    """Of Megatron-DeepSpeed."""
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+    for alibi in ("--position-embedding-type alibi", "--use-alibi-position-embeddings"):
+        model = config(*f"{sizes} {alibi} --embed-layernorm".split()).model
+        assert (model.position, model.embedding_norm) == ("alibi", True)
+    with pytest.raises(UserError, match="--embed-layernorm with --position learned: positions are added after"):
+        config(*f"{sizes} --max-position-embeddings 32 --embed-layernorm".split())
 
 
 @pytest.mark.parametrize(
