@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.core.base.errors import UserError
+from megalite.core.base.errors import UserError, in_range, require
+from megalite.core.base.hardware import DEVICES
 from megalite.core.mesh.grid import Grid
 from megalite.core.options.train import TrainConfig
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.plan.cluster import FITTED, Cluster, read_calibration
+from megalite.extras.plan.fewest import fewest
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.outlook import batch_note, outlook, read_tokens, reliability, rounder_batch
 from megalite.extras.plan.pictures import draw_search, draw_sweep
@@ -32,6 +34,8 @@ from megalite.runtime.options.run import Config
 # Flags that set the batch size, and those of files that may.
 _GIVES_BATCH = {"--global-batch-size", "--batch-size-schedule", "--config", "--deepspeed-config", "--accelerate-config"}
 
+_MOST = 16_384
+"""The largest number of GPUs that --fewest tries unless --cluster has another."""
 _MTBF = {"type": float, "metavar": "HOURS", "help": "from one failure of the run to the next: what share is progress"}
 
 
@@ -189,6 +193,36 @@ def sweep_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def fewest_command(argv: Sequence[str]) -> int:
+    about = "Find the fewest GPUs of each type that hold the model and end within --days."
+    chosen = any(word.partition("=")[0] == "--cluster" for word in argv)
+    args, cfg, held, cluster, _ = _planned(
+        "--fewest",
+        f"{about} --cluster names one type and the most of it (default: every type, up to {_MOST:,}).",
+        [*argv] if chosen else [*argv, "--cluster", f"h100:{_MOST}"],
+        tokens={"type": read_tokens, "required": True, "metavar": "N", "help": "length of the training: 300B"},
+        days={"type": float, "required": True, "metavar": "D", "help": "time for it"},
+    )
+    in_range(args, "days", 0, 1e5, above=True)
+    require(args.png is None, f"--png {args.png} with --fewest", "pictures are of a search or a sweep", "drop it")
+    clusters = (
+        [cluster]
+        if chosen
+        else [replace(cluster, device=d, domain=d.domain, network=d.network) for d in DEVICES.values()]
+    )
+    rows = []
+    for one in clusters:
+        found = fewest(cfg, one, held, args.tokens, args.days)
+        rows.append(found.as_json(args.tokens))
+        if not args.json:
+            print(found.text(args.tokens, args.days), flush=True)
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        print(reliability(cfg.run.calibration is not None))
+    return 0
+
+
 def _sizes(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     if not (dots and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
@@ -226,6 +260,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "search": search_command,
     "explain": explain_command,
     "sweep": sweep_command,
+    "fewest": fewest_command,
     "check": check_command,
     "calibrate": calibrate_command,
 }
@@ -234,6 +269,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def main(argv: Sequence[str]) -> int:
     """Run `megalite plan`."""
     words = list(argv)
+    if "--fewest" in words:
+        words.remove("--fewest")
+        words.insert(0, "fewest")
     name = words.pop(0) if words and not words[0].startswith("-") else "search"
     if name not in COMMANDS:
         raise UserError(f"megalite plan {name}", f"must be one of {', '.join(COMMANDS)}", "see megalite plan --help")

@@ -1,0 +1,59 @@
+"""`megalite plan --fewest`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megalite.core.base.errors import UserError
+from megalite.core.base.hardware import DEVICES
+from megalite.extras.plan.cluster import Cluster
+from megalite.extras.plan.command import main
+from megalite.extras.plan.fewest import fewest, sizes
+from megalite.extras.plan.outlook import pace
+from megalite.extras.plan.search import pick, search
+from megalite.runtime.options import cli
+
+MODEL = "--preset llama-3.2-1b --global-batch-size 256 --precision bf16"
+
+
+@pytest.mark.parametrize(("name", "tokens", "days"), [("h100", 3e11, 6.0), ("rtx4090", 3e10, 5.0)])
+def test_no_smaller_number_ends_in_time(name: str, tokens: float, days: float) -> None:
+    cluster, cfg = Cluster.parse(f"{name}:256"), cli.parse(MODEL.split(), world=1).config
+    found = fewest(cfg, cluster, (), tokens, days)
+    assert found.layout is not None
+    assert found.layout.fits
+    assert tokens / pace(found.layout) <= days * 86400
+    assert 1 < found.cluster.gpus < 256
+    for gpus in sizes(cluster):
+        if gpus < found.cluster.gpus:
+            best = pick(search(cfg, cluster.with_gpus(gpus)))
+            assert best is None or tokens / pace(best) > days * 86400
+
+
+def test_numbers_are_whole_domains() -> None:
+    assert [*sizes(Cluster.parse("h100:104"))] == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96]
+
+
+def test_memory_decides_where_time_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--preset llama-3-70b --global-batch-size 64 --fewest --tokens 1B --days 1000 --cluster h100:64 --json"
+    assert main(words.split()) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["found"]
+    # 70.6e9 parameters at 2 bytes of weights, 4 of gradients and 12 of states are 1,270 GB: 16 GPUs hold them, or
+    # 8 with states on their hosts.
+    assert row["gpus"] >= 8
+    assert row["mem_gb"] <= 0.9 * DEVICES["h100"].memory / 1e9
+    assert row["days"] * 24 * row["gpus"] == pytest.approx(row["gpu_hours"])
+
+
+def test_what_cannot_end_in_time_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"--fewest {MODEL} --tokens 1T --days 0.1 --cluster h100:8".split()) == 0
+    assert "no number up to 8 fits and ends within 0.1 days" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["--tokens 1T", "--days 3", "--tokens 1T --days 0"])
+def test_what_must_be_given(words: str) -> None:
+    with pytest.raises(UserError, match="--days|--tokens"):
+        main(f"--fewest {MODEL} {words} --cluster h100:8".split())
