@@ -69,7 +69,10 @@ class ModelConfig(AllParts, ModelShape):
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are rotated."""
-        return int(self.head_size * self.rope_fraction) if self.qk_rope_head_dim is None else self.qk_rope_head_dim
+        if self.qk_rope_head_dim is not None:
+            return self.qk_rope_head_dim
+        # A fraction from a whole number (GPT-J's) may lie just below it.
+        return int(self.head_size * self.rope_fraction + 1e-6)
 
     def block_kind(self, layer: int) -> BlockKind:
         """Mixer and feed-forward layer of a block, as the family has them."""

@@ -13,7 +13,8 @@ MAX_LAYERS = 10_000
 """Parameters are listed per layer: without a limit, the list could take all memory before anything is checked."""
 ALIBI_COLUMNS = 8
 """Columns of queries and keys that hold ALiBi's bias; kernels take head sizes that 8 divides."""
-_ALIBI_POSITIONS = 2**16
+ALIBI_POSITIONS = 2**16
+"""Positions up to which its two digits are exact in bf16."""
 # Samples and rotary tables of one sequence are made before its first step.
 _MAX_SEQ_LEN = 2**24
 
@@ -200,8 +201,8 @@ class ModelShape:
             (f"--attention-softcap {self.attention_softcap}", self.attention_softcap is not None, "would cap the bias"),
             (
                 f"--seq-len {self.seq_len}",
-                self.seq_len > _ALIBI_POSITIONS,
-                f"is longer than the {_ALIBI_POSITIONS} positions that its bias is exact for",
+                self.seq_len > ALIBI_POSITIONS,
+                f"is longer than the {ALIBI_POSITIONS} positions that its bias is exact for",
             ),
         ):
             require(not alibi or not wrong, f"{given} with --position alibi", why, "change one of the two")

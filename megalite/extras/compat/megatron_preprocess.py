@@ -13,7 +13,9 @@ from megalite.runtime.data.tokenizer import optional_import
 from megalite.runtime.data.tokenizer_files import read_regular
 
 _END = "<|endoftext|>"
-_NOT_FOR_GPT = ("bert", "null", "multimodal")
+_PAIR = "GPT2BPETokenizer"
+_WITH_BEGINNING = ("HuggingFaceTokenizer", "Llama2Tokenizer")
+_KNOWN = (_PAIR, *_WITH_BEGINNING, "GPTSentencePieceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
 
 
 class Commands(NamedTuple):
@@ -43,6 +45,11 @@ def commands(argv: Sequence[str]) -> Commands:
     notes = []
     if not given.append_eod:
         notes.append(f"every document ends with {_END} or its like, which Megatron-LM writes with --append-eod only")
+    if given.tokenizer_type in _WITH_BEGINNING:
+        notes.append(
+            f"--tokenizer-type {given.tokenizer_type}: no beginning-of-text token is written; Megatron-LM writes one "
+            "before each document where the tokenizer adds it"
+        )
     tokenizer = _tokenizer(given)
     if tokenizer is not None:
         others += ["--tokenizer", tokenizer]
@@ -72,16 +79,21 @@ def _refuse(given: argparse.Namespace, others: Set[str]) -> None:
     require(not given.split_sentences, "--split-sentences", "is for BERT: documents stay whole here", "drop it")
     impl = given.dataset_impl
     require(impl in (None, "mmap"), f"--dataset-impl {impl}", "only mmap is written", "drop it")
-    kind = given.tokenizer_type or ""
-    rule = "is no tokenizer of GPT and Llama-type models"
-    remedy = "give --tokenizer-model, or --vocab-file with --merge-file"
-    require(not kind.lower().startswith(_NOT_FOR_GPT), f"--tokenizer-type {kind}", rule, remedy)
+    kind = given.tokenizer_type
+    rule = f"is none of {', '.join(_KNOWN)}"
+    require(kind in (None, *_KNOWN), f"--tokenizer-type {kind}", rule, "give one of these, or --tokenizer-model")
+    model, pair = given.tokenizer_model, (given.vocab_file, given.merge_file)
+    rule = "are two tokenizers" if kind is None else f"are two, of which Megatron-LM would read that of {kind}"
+    both = f"--tokenizer-model {model} with --vocab-file or --merge-file"
+    require(model is None or pair == (None, None), both, rule, "give one")
+    rule = "has its tokenizer in --vocab-file and --merge-file"
+    require(kind != _PAIR or model is None, f"--tokenizer-type {kind} with --tokenizer-model", rule, "give these")
 
 
 def _tokenizer(given: argparse.Namespace) -> str | None:
     """Return what `--tokenizer` is to be; None where nothing of theirs is given."""
     pair = (given.vocab_file, given.merge_file)
-    if given.tokenizer_model is not None or pair == (None, None):
+    if pair == (None, None):
         return given.tokenizer_model
     require(None not in pair, "--vocab-file or --merge-file alone", "is half a tokenizer", "give both")
     folder = Path(f"{given.output_prefix}_tokenizer")

@@ -68,20 +68,18 @@ def fewest(cfg: Config, cluster: Cluster, held: Iterable[str], tokens: float, da
         if gpus >= bound:
             where = cluster.with_gpus(gpus)
             try:
-                best = pick(search(cfg, where, held))
+                found = search(cfg, where, held)
             except UserError:
                 continue  # nothing divides the batch and this number
-            if best is not None and pace(best) >= in_time:
+            best = pick([layout for layout in found if pace(layout) >= in_time])
+            if best is not None:
                 return Fewest(where, best)
     return Fewest(cluster, None)
 
 
 def sizes(cluster: Cluster) -> Iterator[int]:
-    """Yield the numbers that are tried: powers of two, and above an NVLink domain also halfway to the next."""
-    gpus = 1
-    while gpus <= cluster.gpus:
-        yield gpus
-        between = gpus * 3 // 2
-        if gpus > cluster.domain and between % cluster.domain == 0 and between <= cluster.gpus:
-            yield between
-        gpus *= 2
+    """Yield the numbers that are tried: powers of two within an NVLink domain, and 1, 2, 3, 4, 6, 8, 12 … domains."""
+    domain = min(cluster.domain, cluster.gpus)
+    within = [2**i for i in range(domain.bit_length()) if 2**i < domain]
+    domains = sorted({1, *(n for i in range(cluster.gpus.bit_length()) for n in (2 << i, 3 << i))})
+    yield from (n for n in [*within, *(domain * n for n in domains)] if n <= cluster.gpus)

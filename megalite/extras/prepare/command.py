@@ -20,7 +20,7 @@ from megalite.extras.tool import ToolParser
 _PREPROCESS = """Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the
 tokenizer. With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers. Several hosts prepare
 a share each with --share 1/8 to 8/8; --merge joins them, byte for byte as one run would have written them.
-The flags of Megatron-LM's preprocess_data.py are read too."""
+Command lines of Megatron-LM's preprocess_data.py are read too."""
 
 
 def preprocess(argv: Sequence[str]) -> None:

@@ -137,8 +137,8 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     if run.step < cfg.train.train_steps:
         remedy = "the same command resumes from here" if saved else "the last save failed"
         logger.info(f"stopped after step {run.step} of {cfg.train.train_steps}: {remedy}")
-    elif not run.only_saves and not cfg.run.eval_every:
-        # The run's first evaluation: if it fails, all that was trained is saved.
+    elif not run.only_saves and not is_evaluated(run) and run.evaluated[0] != run.step:
+        # The first evaluation: if it fails, all that was trained is saved.
         evaluate(run)
     log_best(run)
     run.stop_asked = False
@@ -274,11 +274,19 @@ def catch_up(run: Run, progress: Progress) -> None:
 
 def follow_up(run: Run, progress: Progress) -> None:
     """Do what is due after a step, besides its record: the evaluation first, as a save records its loss."""
-    every, last = run.engine.cfg.run.eval_every, run.engine.cfg.train.train_steps
-    if every and (run.step % every == 0 or run.step == last):
+    cfg = run.engine.cfg
+    # The last step's too, which the save may be judged by, unless it were the first that could fail.
+    proved = bool(cfg.run.eval_every) and (run.evaluated[0] >= 0 or cfg.run.keep_best > 0)
+    if is_evaluated(run) or (proved and run.step == cfg.train.train_steps):
         evaluate(run)
     progress.failure = save_failure(run)
     save_if_due(run, progress)
+
+
+def is_evaluated(run: Run) -> bool:
+    """Whether the step is one of those of `--eval-every`."""
+    every = run.engine.cfg.run.eval_every
+    return every > 0 and run.step % every == 0
 
 
 def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:

@@ -117,8 +117,10 @@ def _in_words_given(flags: Layer, dialect: Dialect) -> Iterator[None]:
     try:
         yield
     except UserError as e:
-        theirs = {dashed(name): option.source for name, option in flags.items() if option.source[2:] in dialect.renamed}
-        said = re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*)", lambda flag: theirs.get(flag[1], flag[0]), str(e))
+        theirs = {
+            f"--{dashed(n)}": option.source for n, option in flags.items() if option.source[2:] in dialect.renamed
+        }
+        said = re.sub(r"(?<![^\s(])--[a-z][a-z0-9-]*(?=[\s:;,)]|$)", lambda flag: theirs.get(flag[0], flag[0]), str(e))
         raise type(e).from_message(said) from None
 
 

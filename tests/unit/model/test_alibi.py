@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megalite.core import ops as kernels
+from megalite.core.base.errors import UserError
 from megalite.core.batch import Documents, Mask, Positions
 from megalite.core.model.rotary import Alibi
 from megalite.core.parts.mixers.gqa import alibi
+from megalite.runtime.options.cli import parse
 
 CPU = torch.device("cpu")
 
@@ -53,3 +56,15 @@ def test_attention_is_that_with_a_bias(documents: bool) -> None:
     seen = seen[:, None] if documents else seen
     expected = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v.double()
     torch.testing.assert_close(wide.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", ["--attention-sinks", "--attention-softcap 30", "--seq-len 65537"])
+def test_what_sees_more_than_differences_of_scores_is_refused(option: str) -> None:
+    """A bias by the key's position alone is ALiBi's up to a constant of each query, which a sink would see."""
+    with pytest.raises(UserError, match=f"{option.split()[0]}.* with --position alibi"):
+        parse(f"--num-layers 1 --hidden-size 64 --num-heads 4 --position alibi {option}".split())
+
+
+@pytest.mark.parametrize(("head", "rotated"), [(88, 30), (104, 30), (392, 32), (440, 64), (256, 64)])
+def test_a_part_of_a_head_that_is_rotated_comes_back_from_its_fraction(head: int, rotated: int) -> None:
+    assert replace(parse([]).config.model, head_dim=head, rope_fraction=rotated / head).rotary_dim == rotated

@@ -122,7 +122,7 @@ THEIRS = "--lr 1 --lr-decay-style WSD --global-batch-size 16 --rampup-batch-size
         ),
         (
             "--lr 1 --lr-decay-style WSD --lr-warmup-iters 10 --lr-wsd-decay-iters 100 --train-iters 50",
-            "schedule's 50 steps; give 40 or less, or raise --train-steps to 110",
+            "schedule's 50 steps; give 40 or less, or raise --train-iters to 110",
         ),
         # 50 iterations are 20 of 8 samples and 30 of 16.
         (f"{THEIRS} --lr-warmup-samples 160 --lr-wsd-decay-samples 640 --train-iters 50", "40 full batches of 16"),

@@ -68,6 +68,7 @@ def test_a_step_is_evaluated_before_it_is_saved(data: str, tmp_path: Path, monke
     monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest keeps its own handlers
     for every, expected in (
         ("0", ["save 2", "save 4", "save 5", "eval 5"]),
+        ("1000", ["save 2", "save 4", "save 5", "eval 5"]),
         ("2", ["eval 2", "save 2", "eval 4", "save 4", "eval 5", "save 5"]),
     ):
         run_dir = tmp_path / every

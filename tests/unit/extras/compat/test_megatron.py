@@ -732,6 +732,7 @@ def test_blooms_script() -> None:
         ("--num-heads 7 --hidden-size 64", "--hidden-size 64: must be divisible by --num-heads 7;"),
         ("--save-interval -3", "--save-interval -3: must be at least 0"),
         ("--lr-warmup-init -1", "--lr-warmup-init -1.0: must be at least 0"),
+        ("--seq-length 8 --profile x:--seq-len/y", "--profile x:--seq-len/y: must be A:B"),
     ],
 )
 def test_errors_are_in_the_words_that_were_given(line: str, told: str) -> None:

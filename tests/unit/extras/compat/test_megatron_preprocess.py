@@ -67,7 +67,8 @@ def test_a_file_for_each_key_and_what_differs_is_said(files: Path, capfd: pytest
     ("change", "told"),
     [
         ("--split-sentences", "--split-sentences: is for BERT"),
-        ("--tokenizer-type BertWordPieceLowerCase", "no tokenizer of GPT"),
+        ("--tokenizer-type BertWordPieceLowerCase", "is none of GPT2BPETokenizer, "),
+        ("--tokenizer-model here", "of which Megatron-LM would read that of GPT2BPETokenizer"),
         ("--dataset-impl lazy", "only mmap"),
         ("--merge-file vocab.json", "are no pair of GPT-2's"),
         ("--merge-file nothing.txt", "nothing.txt: cannot be read"),
@@ -86,7 +87,7 @@ def test_half_a_pair_and_a_pair_without_an_end(files: Path) -> None:
     Path("vocab.json").write_text(
         json.dumps({name.replace("<|endoftext|>", "<end>"): i for name, i in entries.items()})
     )
-    with pytest.raises(UserError, match="have no <|endoftext|>"):
+    with pytest.raises(UserError, match=r"have no <\|endoftext\|>"):
         preprocess(COMMAND.split())
 
 
@@ -105,3 +106,12 @@ def test_training_counts_the_vocabulary(files: Path) -> None:
     for path in ("nothing.json", "corpus.json"):
         with pytest.raises(UserError, match=path):
             parse(flags(path).split())
+
+
+def test_a_beginning_that_is_not_written_is_said(files: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    preprocess(f"{COMMAND} --append-eod".split())
+    words = "--input corpus.json --output-prefix llama --tokenizer-model my-gpt2_tokenizer --append-eod --workers 1"
+    preprocess([*words.split(), "--tokenizer-type", "HuggingFaceTokenizer"])
+    assert "HuggingFaceTokenizer: no beginning-of-text token is written" in capfd.readouterr().err
+    with pytest.raises(UserError, match="has its tokenizer in --vocab-file"):
+        preprocess([*words.split(), "--tokenizer-type", "GPT2BPETokenizer"])
