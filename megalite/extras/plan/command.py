@@ -205,6 +205,8 @@ def fewest_command(argv: Sequence[str]) -> int:
     )
     in_range(args, "days", 0, 1e5, above=True)
     require(args.png is None, f"--png {args.png} with --fewest", "pictures are of a search or a sweep", "drop it")
+    given, rule = f"--calibration {cfg.run.calibration} without --cluster", "measures one machine, not every type"
+    require(chosen or cfg.run.calibration is None, given, rule, "give --cluster machine:GPUS")
     clusters = (
         [cluster]
         if chosen

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.hardware import DEVICES
-from megalite.extras.plan.cluster import Cluster
+from megalite.extras.plan.cluster import FITTED, Cluster, write_calibration
 from megalite.extras.plan.command import main
 from megalite.extras.plan.fewest import fewest, sizes
 from megalite.extras.plan.outlook import pace
@@ -70,3 +71,9 @@ def test_what_cannot_end_in_time_is_said(capsys: pytest.CaptureFixture[str]) -> 
 def test_what_must_be_given(words: str) -> None:
     with pytest.raises(UserError, match="--days|--tokens"):
         main(f"--fewest {MODEL} {words} --cluster h100:8".split())
+
+
+def test_measurements_of_one_machine_are_not_those_of_every_type(tmp_path: Path) -> None:
+    write_calibration(tmp_path / "machine.yaml", DEVICES["a100-80g"], FITTED)
+    with pytest.raises(UserError, match="without --cluster: measures one machine"):
+        main(f"--fewest {MODEL} --tokens 1B --days 3 --calibration {tmp_path / 'machine.yaml'}".split())
