@@ -16,21 +16,25 @@ from tests.golden.doors import Output
 from tests.golden.small_runs import BASE, RUNS
 from tests.golden.transcript import remake, transcripts
 from tests.ranks import ROOT
+from tests.rows import always_run
 
 # argparse words and wraps some lines differently from version to version of Python.
 PYTHON, OF_ARGPARSE = (3, 11), ("errors_of_tools", "help")
+# Many small runs.
+SLOW = "runs"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("golden")
-    command = [sys.executable, "-m", "tests.golden", "--out", str(out)]
+    names = [name for name in transcripts() if name != SLOW or request.config.getoption("--full")]
+    command = [sys.executable, "-m", "tests.golden", *names, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
 
-@pytest.mark.parametrize("name", transcripts())
+@pytest.mark.parametrize("name", always_run(transcripts(), *transcripts().keys() - {SLOW}))
 def test_what_users_see_is_as_committed(made: Path, name: str) -> None:
     if name in OF_ARGPARSE and sys.version_info[:2] != PYTHON:
         pytest.skip(f"written with Python {PYTHON[0]}.{PYTHON[1]}")

@@ -59,16 +59,25 @@ def find_copies(guards: Mapping[int, Peer], world: int) -> tuple[list[Copy], dic
         They, and the keepers of those ranks that have no guard, or one that holds none.
     """
     held = {rank: peer.held for rank, peer in guards.items() if peer.held}
-    found, keepers = [set.intersection(*held.values())] if held else [], dict[int, Peer]()
-    kept = defaultdict[int, list[tuple[list[Copy], int]]](list)
+    kept: dict[int, list[tuple[set[Copy], int]]] = {rank: [] for rank in range(world) if rank not in held}
     for peer in guards.values():
         for rank, copies in (peer.kept or {}).items():
-            kept[rank].append((sorted(copies.intersection(*found), reverse=True), peer.rank))
-    for rank in range(world):
-        if rank not in held:
-            # All from one keeper: that with the newest, and of those with more.
-            best, keeper = max(kept[rank], default=([], -1))
-            found.append(set(best))
-            if best:
-                keepers[rank] = guards[keeper]
-    return sorted(set.intersection(*found), reverse=True), keepers
+            if rank in kept:
+                kept[rank].append((copies, peer.rank))
+    anywhere = [set[Copy]().union(*(copies for copies, _ in wards)) for wards in kept.values()]
+    common = set.intersection(*held.values(), *anywhere)
+    if not common:
+        shared = set.intersection(*held.values()) if held else set[Copy]()
+        return [], {rank: guards[at] for rank, wards in kept.items() for copies, at in wards if copies & shared}
+    # All from one keeper: of those with the newest, one with the most of the others.
+    newest, keepers = max(common), dict[int, Peer]()
+    for rank, wards in kept.items():
+        copies, keeper = max(((copies & common, keeper) for copies, keeper in wards if newest in copies), key=_most)
+        common &= copies
+        keepers[rank] = guards[keeper]
+    return sorted(common, reverse=True), keepers
+
+
+def _most(ward: tuple[set[Copy], int]) -> tuple[int, int]:
+    copies, keeper = ward
+    return len(copies), keeper

@@ -6,11 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megalite.core.parts.families import FAMILIES, PRESETS
+from tests.rows import always_run
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires to imitate a GPU"
@@ -33,6 +35,7 @@ def options_of(family: str) -> str:
 
 # Families with a kind of layer that no other one has; the others run with all.
 KINDS = ("deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama4_text", "mixtral", "qwen3_next")
+SHORT = ("deepseek_v3", "gpt_oss cp ring", "gemma3_text cp")
 WINDOWS = "--precision bf16 --cp 2 --window 100 --cp-comm"
 CASES = {
     **{family: f"{options_of(family)} --precision bf16 --deterministic" for family in KINDS},
@@ -43,9 +46,10 @@ CASES = {
 MORE = {family: f"{options_of(family)} --precision bf16 --deterministic" for family in FAMILIES if family not in KINDS}
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.full)], ids=["kinds", "families"])
-def test_kernels_take_what_reaches_them(cases: dict[str, str]) -> None:
+@pytest.mark.parametrize("names", always_run([SHORT, (*CASES.keys() - SHORT, *MORE)], SHORT), ids=["short", "others"])
+def test_kernels_take_what_reaches_them(names: Sequence[str]) -> None:
     """Deterministic ones where they are asked for, and masks of every sample and head in aligned rows."""
+    cases = {name: (CASES | MORE)[name] for name in names}
     lines = "".join(json.dumps([*words.split(), "--mock-data"]) + "\n" for words in cases.values())
     command = [sys.executable, "-m", "tests.unit.extras.estimate.fake_checks"]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)

@@ -49,48 +49,61 @@ TINY = (
 
 @dataclass
 class Runs:
-    """What the tool printed where Triton is not installed, and the memory of the process."""
+    """What the tool printed where Triton is not installed."""
 
     zero3: dict[str, Any]
-    big: dict[str, Any]
-    tp2: dict[str, Any]
     text: str
     refused: str
-    budgets: list[str]
     layers: list[dict[str, Any]]
+    picture: Path
+
+
+@dataclass
+class LargeRuns:
+    """The same of models of published sizes, and of options; and the memory of the process."""
+
+    big: dict[str, Any]
+    tp2: dict[str, Any]
     chunked: dict[str, Any]
     windows: list[dict[str, Any]]
-    picture: Path
+    budgets: list[str]
     process_bytes: int
+
+
+TINY_LLAMA = f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --attention-dropout 0"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    if shutil.which("g++") is None:
-        pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
     picture = tmp_path_factory.mktemp("estimate") / "memory.png"
     asked = [
         f"--rank 15 --world 16 --json {ZERO3} {TINY}",
-        f"--world 8192 --json {LLAMA_405B}",
-        f"--world 64 --json {LLAMA_8B}",
         f"--world 2 --tp 2 --png {picture} {TINY}",
         f"--world 2 --rank 2 {TINY}",
-        *(f"--world 1 --budget {LARGE_BATCH} {model}" for model in BUDGETS),
-        *(
-            f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --attention-dropout 0 --num-layers {n}"
-            for n in (1, 2)
-        ),
-        f"--world 1 --budget --json {TINY} --vocab-size 256 --global-batch-size 2 --loss-chunk 12",
-        *(f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --attention-dropout 0 {w}" for w in WINDOWS),
+        *(f"{TINY_LLAMA} --num-layers {n}" for n in (1, 2)),
     ]
-    zero3, big, tp2, text, refused, *budgets_and_layers, chunked, full, window, memory = answers(
-        asked, without=("triton",)
-    )
-    budgets, layers = budgets_and_layers[: len(BUDGETS)], list(map(json.loads, budgets_and_layers[len(BUDGETS) :]))
-    zero3, big, tp2, chunked = map(json.loads, (zero3, big, tp2, chunked))
-    return Runs(
-        zero3, big, tp2, text, refused, budgets, layers, chunked, list(map(json.loads, (full, window))), picture, memory
-    )
+    zero3, text, refused, *layers, _ = _answers(asked)
+    return Runs(json.loads(zero3), text, refused, list(map(json.loads, layers)), picture)
+
+
+@pytest.fixture(scope="module")
+def large_runs() -> LargeRuns:
+    asked = [
+        f"--world 8192 --json {LLAMA_405B}",
+        f"--world 64 --json {LLAMA_8B}",
+        f"--world 1 --budget --json {TINY} --vocab-size 256 --global-batch-size 2 --loss-chunk 12",
+        *(f"{TINY_LLAMA} {words}" for words in WINDOWS),
+        *(f"--world 1 --budget {LARGE_BATCH} {model}" for model in BUDGETS),
+    ]
+    big, tp2, chunked, full, window, *budgets, memory = _answers(asked)
+    big, tp2, chunked, full, window = map(json.loads, (big, tp2, chunked, full, window))
+    return LargeRuns(big, tp2, chunked, [full, window], budgets, memory)
+
+
+def _answers(asked: list[str]) -> list[Any]:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
+    return answers(asked, without=("triton",))
 
 
 def states(run: dict[str, Any]) -> int:
@@ -119,9 +132,10 @@ def test_a_rank_with_delta_nets() -> None:
         assert 1 <= run["predicted_bytes"]["total"] / run["peak_bytes"] < 1.1
 
 
-def test_a_rank_of_llama_405b(runs: Runs) -> None:
-    run = runs.big
-    assert runs.process_bytes < GIB
+@pytest.mark.full
+def test_a_rank_of_llama_405b(large_runs: LargeRuns) -> None:
+    run = large_runs.big
+    assert large_runs.process_bytes < GIB
     # Of 8 layers and the embedding, tp 8: 3.45e9 parameters at 2 + 4 + 12 / 64 bytes, plus tables of rope.
     assert 0 <= run["states_bytes"] - states(run) < 2**21
     assert run["peak_bytes"] / GIB == pytest.approx(84.78, abs=0.01)
@@ -209,8 +223,9 @@ def test_the_program_is_the_same_on_a_cpu(runs: Runs) -> None:
     assert posted == {(axis, kind): v["count"] for axis, kinds in found.items() for kind, v in kinds.items()}
 
 
-def test_gathering_weights_hides_behind_the_forward_pass(runs: Runs) -> None:
-    gathers = runs.tp2["collectives"]["dp"]["all_gather"]
+@pytest.mark.full
+def test_gathering_weights_hides_behind_the_forward_pass(large_runs: LargeRuns) -> None:
+    gathers = large_runs.tp2["collectives"]["dp"]["all_gather"]
     assert gathers["bytes"] == pytest.approx(8.03e9, rel=1e-3)
     # With one hardware queue, gathers that were all posted at once would hold the first kernel up for 190 ms.
     assert gathers["exposed_s"] < 0.02
@@ -234,15 +249,17 @@ def test_what_a_layer_launches(runs: Runs) -> None:
     assert [sum(calls.values()) for calls in expected.values()] == [10, 14]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", range(len(BUDGETS)), ids=BUDGETS)
-def test_computed_times_on_the_page(runs: Runs, model: int) -> None:
-    table = runs.budgets[model].strip()
+def test_computed_times_on_the_page(large_runs: LargeRuns, model: int) -> None:
+    table = large_runs.budgets[model].strip()
     assert table.startswith("| computed, not measured |")
     assert table in (ROOT / "docs" / "performance.md").read_text()
 
 
-def test_a_window_takes_the_kernel_that_skips_what_is_not_seen(runs: Runs) -> None:
-    full, window = runs.windows
+@pytest.mark.full
+def test_a_window_takes_the_kernel_that_skips_what_is_not_seen(large_runs: LargeRuns) -> None:
+    full, window = large_runs.windows
     # 16 micro-batches of one sample, 4 layers.
     assert window["calls"]["forward"]["torch_attn::_varlen_attn"] == 16 * 4
     assert window["calls"]["backward"]["torch_attn::_varlen_attn_backward"] == 16 * 4
@@ -256,11 +273,12 @@ def test_a_window_takes_the_kernel_that_skips_what_is_not_seen(runs: Runs) -> No
         assert window[figure] == full[figure]
 
 
-def test_the_output_layer_in_chunks_of_tokens(runs: Runs) -> None:
-    part = runs.chunked["output layer"]
+@pytest.mark.full
+def test_the_output_layer_in_chunks_of_tokens(large_runs: LargeRuns) -> None:
+    part = large_runs.chunked["output layer"]
     # Two micro-batches of 16 tokens in chunks of 12 and 4; 12 tokens x 256 rows are the FLOPs of 16 x 192 (q, k and v).
     assert (part["kernels"], part["flops"]) == (2 * 2 * 3, 2 * 3 * 2 * 16 * 64 * 256)
-    assert runs.chunked["products, forward"]["flops"] == 2 * 4 * 2 * 16 * 64 * (192 + 64 + 256 + 256)
+    assert large_runs.chunked["products, forward"]["flops"] == 2 * 4 * 2 * 16 * 64 * (192 + 64 + 256 + 256)
     assert part["seconds"]["h200"] > 0
 
 

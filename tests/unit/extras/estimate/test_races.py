@@ -13,6 +13,7 @@ import pytest
 
 from megalite.core.options.compression import CODECS
 from megalite.extras.estimate.order import COMPUTE, HOST, Order
+from tests.rows import always_run
 from tests.unit.extras.estimate.layouts import ALL
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -31,6 +32,8 @@ CASES = {
     "offload-activations-zero3": 9,
     "interrupted": 4,
 }
+# Those of the short suite: two seconds of computation each.
+SHORT = ("zero3-zb-h1-llama", "offload-activations-zero3")
 # Every layout of the check across ranks, each with one model. PowerSGD reads whether its factors are positive, and fake
 # tensors have no values, as for each codec that reads some; rows of 64 ranks are those of 16 with more messages.
 LAYOUTS = {
@@ -56,6 +59,7 @@ MORE = {
 }
 MORE |= {name: streams for name, streams in LAYOUTS.items() if name not in MORE}
 # Mutant, and a fault that it has.
+SHORT_MUTANTS = ("weights are not waited for", "fetched activations are not waited for")
 MUTANTS = {
     "weights are not waited for": "reads what all_gather on dp writes",
     "a reduction is not waited for": "resize_ frees what reduce_scatter on dp still reads",
@@ -71,13 +75,13 @@ MUTANTS = {
 def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
-    names = [*CASES, *MUTANTS, *(MORE if request.config.getoption("--full") else ())]
+    names = [*CASES, *MORE, *MUTANTS] if request.config.getoption("--full") else [*SHORT, *SHORT_MUTANTS]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *names], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+@pytest.mark.parametrize("name", always_run([*CASES, *MORE], *SHORT))
 def test_memory_is_used_in_order(results: dict[str, Any], name: str) -> None:
     faults, operations, streams = results[name]
     assert faults == {}
@@ -85,7 +89,7 @@ def test_memory_is_used_in_order(results: dict[str, Any], name: str) -> None:
     assert len(set(streams) - {HOST, "upload"}) >= (CASES | MORE)[name]
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", always_run(MUTANTS, *SHORT_MUTANTS))
 def test_what_does_not_wait_is_found(results: dict[str, Any], name: str) -> None:
     faults = results[name][0]
     assert any(MUTANTS[name] in fault for fault in faults), faults
