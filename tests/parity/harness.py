@@ -6,6 +6,7 @@ of one shape share the start of their ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,11 +71,26 @@ def scaled(cfg: Config) -> Config:
     return replace(cfg, optim=replace(cfg.optim, initial_loss_scale=512.0))
 
 
+def config_of(shape: Shape, row: Row) -> Config:
+    """The config of a row on these ranks: two micro-batches a rank, unless it says otherwise.
+
+    Two are enough to accumulate, and a step costs as much as it has of them; stages and half precision need more.
+    """
+    world, layout = shape
+    model, zero, more, train = row
+    parallel = {**dict(layout), **more}
+    replicas = world // math.prod(parallel.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    keep = parallel.get("pp", 1) > 1 or "precision" in train
+    size = {} if keep else {"micro_batch_size": max(1, jobs.BATCH // replicas // 2)}
+    options = {name: value for name, value in train.items() if name != "data"}
+    return config(model, zero, parallel, **{**size, **options})
+
+
 def in_one_process(cfg: Config) -> Config:
     """The config without its layout, and without what may not change a result."""
     kept = {name: getattr(cfg.train, name) for name in ("precision", "z_loss", "mtp_loss_scaling_factor")}
-    # Routers balance a micro-batch; what else there is does not know of them.
-    size = cfg.train.micro_batch_size if cfg.model.num_experts else 1
+    # Routers balance a micro-batch, and half precision rounds each; what else there is does not know of them.
+    size = cfg.train.micro_batch_size if cfg.model.num_experts else 4 if cfg.train.precision == "fp32" else 1
     return replace(jobs.make_config(cfg.model, micro_batch_size=size, **kept), optim=cfg.optim)
 
 
@@ -91,6 +107,7 @@ def trained(
     cfgs: Sequence[Config],
     world: int,
     data: Sequence[Data] = (),
+    steps: int = STEPS,
     before: Callable[[Any], None] = lambda engine: None,
 ) -> list[Result]:
     """Train each config on the same ranks: on data of its own, or `fixed`; its engine changed by `before`."""
@@ -98,15 +115,15 @@ def trained(
     for engine, batch in zip(jobs.engines(cfgs, world), data or [fixed] * len(cfgs), strict=True):
         jobs.spoil_gradients(engine)
         before(engine)
-        out.append(train_steps(engine, batch))
+        out.append(train_steps(engine, batch, steps))
     return out
 
 
-def train_steps(engine: Any, data: Data = fixed) -> Result:
+def train_steps(engine: Any, data: Data = fixed, steps: int = STEPS) -> Result:
     from megalite.core.step import train_step
 
     result, dp = Result([], {}, [], [], {}), engine.ctx.dp
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         rows = data(step)
         size = len(rows) // dp.size
         done = train_step(engine, rows[dp.rank * size : (dp.rank + 1) * size], step)
@@ -141,12 +158,12 @@ def boxes_of(engine: Any, role: str = "exp_avg") -> Gradients:
     return boxes
 
 
-def compiled(rank: int, cfgs: Sequence[Config], world: int) -> list[Result]:
-    """`trained`, its blocks traced by torch.compile once and for all micro-batches."""
+def compiled(rank: int, cfgs: Sequence[Config], world: int, kinds: int) -> list[Result]:
+    """`trained`, each kind of its blocks traced by torch.compile once and for all micro-batches."""
     import torch._dynamo.config as dynamo
 
     torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patch, dynamo.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+    with pytest.MonkeyPatch.context() as patch, dynamo.patch(recompile_limit=kinds, fail_on_recompile_limit_hit=True):
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         return trained(rank, cfgs, world)
 
@@ -255,22 +272,23 @@ def assert_same_bits(ranks: Sequence[Sequence[Result]]) -> None:
                     assert part.tobytes() == expected.tobytes(), name
 
 
+def on_ranks(pool: WorkerPool, world: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What each rank returns; one rank is this process."""
+    return pool.run(world, job, *arguments) if world > 1 else [job(0, *arguments)]
+
+
 def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
     """Train the rows on these ranks, and compare each with one process."""
-    world, layout = shape
-    data, cfgs = [], []
-    for model, zero, more, train in rows:
-        data.append(train.get("data", fixed))
-        options = {name: value for name, value in train.items() if name != "data"}
-        cfgs.append(config(model, zero, {**dict(layout), **more}, **options))
-    ranks = pool.run(world, trained, cfgs, world, data)
+    world, _ = shape
+    data, cfgs = [train.get("data", fixed) for *_, train in rows], [config_of(shape, row) for row in rows]
+    ranks = on_ranks(pool, world, trained, cfgs, world, data)
     for i, (cfg, batch, (model, *row)) in enumerate(zip(cfgs, data, rows)):
         expected = one_process(in_one_process(cfg), batch)
         assert_same([rank[i] for rank in ranks], expected, f"{shape} {model.arch} {row}")
 
 
-def check_compiled(pool: WorkerPool, world: int, cfg: Config) -> None:
-    ranks = pool.run(world, compiled, [jobs.with_train(cfg, compile=True, ops="torch")], world)
+def check_compiled(pool: WorkerPool, world: int, cfg: Config, kinds: int = 1) -> None:
+    ranks = on_ranks(pool, world, compiled, [jobs.with_train(cfg, compile=True, ops="torch")], world, kinds)
     assert_same([rank[0] for rank in ranks], one_process(in_one_process(cfg)), f"compiled {cfg.parallel}")
 
 
@@ -278,23 +296,35 @@ def check_mistake(
     pool: WorkerPool, mistakes: Mistakes, mistake: str, world: int, cfg: Config, data: Data = fixed
 ) -> None:
     """Assert that the mistake is found by `assert_same`."""
-    arguments = (mistakes, mistake, cfg, world, data)
-    ranks = pool.run(world, mistaken, *arguments) if world > 1 else [mistaken(0, *arguments)]
+    ranks = on_ranks(pool, world, mistaken, mistakes, mistake, cfg, world, data)
     expected = one_process(in_one_process(cfg), data)
     with pytest.raises(AssertionError):
         assert_same([rank[0] for rank in ranks], expected, mistake)
 
 
-def check_rounding(pool: WorkerPool, model: ModelConfig, layouts: Sequence[dict[str, Any]]) -> None:
-    """Assert that gradients of bf16 round no worse on four ranks than in one process."""
+ROUNDS_NO_WORSE = 1.2
 
-    def errors(ranks: Sequence[Sequence[Result]]) -> float:
-        """Mean over parameters of the relative error of their gradients."""
-        held = put_together([result.gradients for (result,) in ranks])
-        return float(np.mean([np.linalg.norm(held[name] - x) / np.linalg.norm(x) for name, x in exact.items()]))
 
-    exact = put_together([one_process(scaled(jobs.make_config(model))).gradients])
-    alone = errors([trained(0, [scaled(jobs.make_config(model, precision="bf16"))], 1)])
-    for layout in layouts:
-        in_layout = errors(pool.run(4, trained, [config(model, 1, layout, precision="bf16")], 4))
-        assert 0 < in_layout < 1.2 * alone, layout
+def rounding(
+    pool: WorkerPool,
+    model: ModelConfig,
+    precision: str,
+    layout: dict[str, Any],
+    planted: tuple[Mistakes, str] | None = None,
+) -> float:
+    """Error of gradients of half precision on four ranks, where that of one process is 1."""
+    cfg = config(model, 1, layout, precision=precision)
+    ranks = pool.run(4, mistaken, *planted, cfg, 4) if planted else pool.run(4, trained, [cfg], 4, (), 1)
+    return error_of(model, ranks) / error_alone(model, precision)
+
+
+@cache
+def error_alone(model: ModelConfig, precision: str) -> float:
+    return error_of(model, [trained(0, [scaled(jobs.make_config(model, precision=precision))], 1, steps=1)])
+
+
+def error_of(model: ModelConfig, ranks: Sequence[Sequence[Result]]) -> float:
+    """Mean over parameters of the relative error of their gradients."""
+    exact = put_together([one_process(in_one_process(scaled(jobs.make_config(model)))).gradients])
+    held = put_together([result.gradients for (result,) in ranks])
+    return float(np.mean([np.linalg.norm(held[name] - x) / np.linalg.norm(x) for name, x in exact.items()]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megalite.core.options.model import ModelConfig
 from megalite.core.options.rope import RopeScaling
 from megalite.core.parts.families import FAMILIES
 from tests.parity import jobs
@@ -82,3 +83,18 @@ NEXT = jobs.llama(
 
 # Weights so large that every token feels what it sees.
 TWO_AHEAD = jobs.llama(mtp_num_layers=2, init_std=0.1)
+
+# ------------------------------------------------------------------------------------------------------ other forms
+
+
+def dropped(model: ModelConfig) -> ModelConfig:
+    """The model with dropout in all places, and weights so large that attention feels it."""
+    return replace(model, hidden_dropout=0.1, attention_dropout=0.2, init_std=max(0.1, model.init_std))
+
+
+def shallow(model: ModelConfig) -> ModelConfig:
+    """The model with its first layers, two or as many as it takes to have one of each kind."""
+    layers = range(model.num_layers)
+    kinds = [(*model.block_kind(i), model.window_of(i), model.chunk_of(i), model.has_rope(i)) for i in layers]
+    depth = max(2, *(kinds.index(kind) + 1 for kind in kinds))
+    return replace(model, num_layers=depth, layer_types=model.layer_types[:depth])

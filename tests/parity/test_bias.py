@@ -13,45 +13,66 @@ import torch
 
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.harness import (
-    Grid,
-    assert_same,
-    biases_of,
-    check,
-    check_mistake,
-    config,
-    one_process,
-    ranks_of,
-    scaled,
-    trained,
-)
-from tests.parity.models import BIASED, QWEN
-from tests.rows import layout_tests
+from tests.parity.features import Feature
+from tests.parity.harness import STEPS, assert_same, biases_of, config, one_process, ranks_of, scaled, trained
+from tests.parity.models import BIASED, QWEN, dropped
+from tests.parity.packed import weighted
 from tests.workers import WorkerPool
 
 # DeepSeek-V2's: a softmax with groups by their best expert.
 GROUPED = replace(QWEN, moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk_scaling_factor=3.0)
 
-STRONG: Grid = {
-    ranks_of(4, ep=2, tp=2): [(BIASED, 1, {}, {"recompute": "full"}), (GROUPED, 3, {}, {})],
-    ranks_of(4, ep=2, pp=2): [(BIASED, 1, {"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2})],
-}
-GRID: Grid = {
-    ranks_of(2): [(BIASED, 2, {}, {"recompute": "full"}), (GROUPED, 0, {}, {"recompute": "full"})],
-    ranks_of(4, ep=4, cp=2): [(BIASED, 3, {}, {"micro_batch_size": 2}), (GROUPED, 1, {}, {})],
-    ranks_of(4, ep=2, tp=2): [(BIASED, 1, {"sequence_parallel": False}, {"recompute": "selective"})],
-    ranks_of(4, ep=4, tp=2, etp="1"): [(BIASED, 1, {}, {})],
-    ranks_of(8, ep=2, tp=2, pp=2): [(BIASED, 3, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"})],
-}
+
+class TestBias(Feature):
+    strong = {
+        ranks_of(4, ep=2, tp=2): [(BIASED, 1, {}, {"recompute": "full"}), (GROUPED, 3, {}, {})],
+        ranks_of(4, ep=2, pp=2): [(BIASED, 1, {"schedule": "zb-v", "vp": 2}, {"data": weighted})],
+    }
+    grid = {
+        ranks_of(2): [(BIASED, 2, {}, {"recompute": "full"})],
+        ranks_of(4, ep=4, cp=2): [(BIASED, 3, {}, {}), (GROUPED, 1, {}, {})],
+        ranks_of(4, ep=2, tp=2): [(BIASED, 1, {"sequence_parallel": False}, {"recompute": "selective"})],
+        ranks_of(4, ep=4, tp=2, etp="1"): [(BIASED, 1, {}, {})],
+        ranks_of(8, ep=2, tp=2, pp=2): [(BIASED, 3, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"})],
+    }
+    recomputed = {ranks_of(2, ep=2): [(dropped(BIASED), 1, {}, {})]}
+    planted = {
+        mistake: (ranks_of(2, ep=2), (BIASED, 1, {}, {"recompute": "full"}))
+        for mistake in ("counted again by recomputation", "counts of one rank", "a bias in bf16")
+    }
+
+    @staticmethod
+    def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
+        from megalite.core.model.stage_log import StageLog
+        from megalite.core.parts.counters.routers import Routers
+
+        move = Routers.after_update
+
+        def of_one_rank(self: Any, figures: Any) -> None:
+            own = self.sums().view(len(figures.layers), -1)[:, 2:]
+            move(self, figures._replace(tokens=own))
+
+        def rounded(self: Any, figures: Any) -> None:
+            move(self, figures)
+            for state in self._engine.optimizer.beside:
+                state.flat.copy_(state.flat.bfloat16())
+
+        def again(self: StageLog, key: Any, choices: torch.Tensor, sums: torch.Tensor) -> None:
+            self.choices[key] = choices
+            # A forward pass and its recomputation, of some micro-batches only: the sign forgives a factor of all.
+            self.sums[key] = 2 * sums if key[1] == 0 else sums
+
+        return {
+            "counts of one rank": (Routers, "after_update", of_one_rank),
+            "a bias in bf16": (Routers, "after_update", rounded),
+            "counted again by recomputation": (StageLog, "add", again),
+        }
 
 
 def start_from(start: tuple[float, ...], engine: Any) -> None:
     """Set the biases of the first experts; the others stay at 0."""
     for state in engine.optimizer.beside:
         state.flat[: len(start)] = torch.tensor(start)
-
-
-test_same_biases_and_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
 def test_biases_move_by_the_rate_against_the_load() -> None:
@@ -68,7 +89,7 @@ def test_biases_move_by_the_rate_against_the_load() -> None:
 
 
 # Every expert may be chosen, so that biases alone decide.
-UNGROUPED = replace(BIASED, moe_topk=2, moe_router_num_groups=1, moe_router_group_topk=1)
+UNGROUPED = replace(BIASED, num_layers=2, moe_topk=2, moe_router_num_groups=1, moe_router_group_topk=1)
 
 
 @pytest.mark.parametrize("start", [pytest.param((10.0,), marks=pytest.mark.full), (10.0, 10.0)], ids=len)
@@ -83,41 +104,9 @@ def test_experts_that_every_token_takes(pool: WorkerPool, start: tuple[float, ..
         config(UNGROUPED, parallel["zero"], {"ep": 4, **parallel}, recompute="full", micro_batch_size=1)
         for parallel in layouts
     ]
-    ranks = pool.run(4, trained, cfgs, 4, (), before)
+    ranks = pool.run(4, trained, cfgs, 4, (), STEPS, before)
     for i, parallel in enumerate(layouts):
         assert_same([rank[i] for rank in ranks], alone, f"{start} {parallel}")
-
-
-def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
-    from megalite.core.model.stage_log import StageLog
-    from megalite.core.parts.counters.routers import Routers
-
-    move = Routers.after_update
-
-    def of_one_rank(self: Any, figures: Any) -> None:
-        own = self.sums().view(len(figures.layers), -1)[:, 2:]
-        move(self, figures._replace(tokens=own))
-
-    def rounded(self: Any, figures: Any) -> None:
-        move(self, figures)
-        for state in self._engine.optimizer.beside:
-            state.flat.copy_(state.flat.bfloat16())
-
-    def again(self: StageLog, key: Any, choices: torch.Tensor, sums: torch.Tensor) -> None:
-        self.choices[key] = choices
-        # A forward pass and its recomputation, of some micro-batches only: the sign forgives a factor of all.
-        self.sums[key] = 2 * sums if key[1] == 0 else sums
-
-    return {
-        "counts of one rank": (Routers, "after_update", of_one_rank),
-        "a bias in bf16": (Routers, "after_update", rounded),
-        "counted again by recomputation": (StageLog, "add", again),
-    }
-
-
-@pytest.mark.parametrize("mistake", ["counts of one rank", "a bias in bf16", "counted again by recomputation"])
-def test_mistakes_of_others_show(pool: WorkerPool, mistake: str) -> None:
-    check_mistake(pool, mistakes, mistake, 2, config(BIASED, 1, {"ep": 2}, recompute="full"))
 
 
 def test_skipped_steps_and_evaluations_leave_biases_alone() -> None:

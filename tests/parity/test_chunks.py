@@ -5,24 +5,22 @@ gradient are those of one process in every layout.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megalite.core.base.errors import UserError
 from megalite.core.batch import Documents, MicroBatch
 from megalite.core.model.flops import flops_per_token
 from megalite.core.parts.families import FAMILIES
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.harness import Grid, check, check_mistake, config, ranks_of
-from tests.parity.models import EXPERTS
-from tests.parity.oracle import train_packed
-from tests.parity.packed import SEQ, alone, packed, token_losses
-from tests.rows import layout_tests
-from tests.workers import WorkerPool
+from tests.parity.features import Feature
+from tests.parity.harness import ranks_of
+from tests.parity.models import EXPERTS, dropped
+from tests.parity.packed import SEQ, alone, packed, token_losses, weighted
 
 # Chunks that divide neither the sequence nor what a rank of cp holds; two of four layers without rope; K of 2.
 CHUNKED = jobs.llama(
@@ -38,36 +36,54 @@ CHUNKED = jobs.llama(
 CHUNKED = replace(
     CHUNKED, attention_chunk_size=5, no_rope_freq=2, attention_temperature=0.7, attention_temperature_floor=3
 )
-STRONG: Grid = {
-    ranks_of(4, ep=2, cp=2, tp=2): [(CHUNKED, 3, {}, {"recompute": "selective"})],
-    ranks_of(4, ep=2, pp=2): [(CHUNKED, 1, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"})],
-}
-GRID: Grid = {
-    ranks_of(2, tp=2): [(CHUNKED, 1, {}, {"recompute": "full"}), (CHUNKED, 1, {"sequence_parallel": False}, {})],
-    ranks_of(2, cp=2): [(CHUNKED, 1, {"cp_comm": comm}, {}) for comm in ("gather", "ring", "a2a")],
-    ranks_of(4, cp=4): [(CHUNKED, 2, {"cp_comm": "a2a+ring"}, {}), (CHUNKED, 1, {"cp_comm": "gather"}, {})],
-    ranks_of(4, ep=4, tp=2, etp="1"): [(CHUNKED, 1, {}, {})],
-    ranks_of(4, ep=4): [
-        (CHUNKED, 3, {}, {"recompute": "full", "micro_batch_size": 2}),
-        (CHUNKED, 1, {"moe_dispatch": "allgather"}, {}),
-    ],
-    ranks_of(8, ep=2, tp=2, pp=2): [(CHUNKED, 1, {"schedule": "1f1b"}, {})],
-}
 
 
-test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
-
-
-@pytest.mark.full
-def test_documents_are_cut_too(pool: WorkerPool) -> None:
-    """Over ranks of cp as in one process."""
-    cfgs = [
-        jobs.make_config(CHUNKED, {"cp": cp, "cp_comm": comm}, train_steps=5)
-        for cp, comm in ((1, "auto"), (2, "gather"), (2, "ring"))
+class TestChunks(Feature):
+    strong = {
+        ranks_of(4, ep=2, cp=2, tp=2): [(CHUNKED, 3, {}, {"recompute": "selective", "data": weighted})],
+        ranks_of(4, ep=2, pp=2): [(CHUNKED, 1, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"})],
+    }
+    grid = {
+        ranks_of(2, tp=2): [(CHUNKED, 1, {"sequence_parallel": False}, {})],
+        ranks_of(2, cp=2): [(CHUNKED, 1, {"cp_comm": comm}, {"data": weighted}) for comm in ("gather", "ring", "a2a")],
+        ranks_of(4, cp=4): [(CHUNKED, 2, {"cp_comm": "a2a+ring"}, {})],
+        ranks_of(4, ep=4, tp=2, etp="1"): [(CHUNKED, 1, {}, {})],
+        ranks_of(4, ep=4): [(CHUNKED, 1, {"moe_dispatch": "allgather"}, {})],
+    }
+    recomputed = {ranks_of(2, ep=2): [(dropped(CHUNKED), 1, {}, {})]}
+    planted = {
+        mistake: (ranks_of(2, cp=2), (CHUNKED, 1, {}, {}))
+        for mistake in ("no chunks", "temperature by local index", "weights of other tokens")
+    }
+    compiled = [(ranks_of(2, cp=2), (replace(CHUNKED, num_layers=2), 1, {}, {}))]
+    kinds_of_blocks = 2
+    refused = [
+        (partial(replace, CHUNKED), model, {}, words)
+        for model, words in (
+            ({"no_rope_freq": 1}, "leaves no layer with rope"),
+            ({"no_rope_freq": 2, "position": "learned"}, "no layer has rope"),
+            ({"no_rope_freq": 0}, "is of layers without rope"),
+            ({"window": 4}, "a layer has one limit"),
+            ({"kv_lora_rank": 8}, "latents have a rotated part"),
+            ({"attention_chunk_size": 0}, "--attention-chunk-size 0: must be at least 1"),
+        )
     ]
-    (expected,) = train_packed(0, cfgs[:1], 1)
-    for got in (got for rank in pool.run(2, train_packed, cfgs[1:], 2) for got in rank):
-        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+    @staticmethod
+    def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
+        from megalite.core.model.rotary import Temperature
+        from megalite.core.parts.ffn.experts.dispatch import AllToAll
+
+        make, cut, send = Temperature.__call__, MicroBatch.in_chunks, AllToAll.send
+
+        def of_local_index(self: Any, positions: Any, device: Any) -> Any:
+            return make(self, replace(positions, runs=(range(sum(map(len, positions.runs))),)), device)
+
+        return {
+            "no chunks": (MicroBatch, "in_chunks", lambda self, sizes: dict.fromkeys(sizes, cut(self, ())[None])),
+            "temperature by local index": (Temperature, "__call__", of_local_index),
+            "weights of other tokens": (AllToAll, "send", lambda self, x, weights: send(self, x, weights.flip(0))),
+        }
 
 
 def test_chunks_count_from_the_start_of_the_document() -> None:
@@ -104,41 +120,3 @@ _DENSE: dict[str, Any] = {
     "moe_apply_probs_on_input": False,
     "moe_shared_ffn_size": 0,
 }
-
-
-def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
-    from megalite.core.model.rotary import Temperature
-    from megalite.core.parts.ffn.experts.dispatch import AllToAll
-
-    make, cut, send = Temperature.__call__, MicroBatch.in_chunks, AllToAll.send
-
-    def of_local_index(self: Any, positions: Any, device: Any) -> Any:
-        return make(self, replace(positions, runs=(range(sum(map(len, positions.runs))),)), device)
-
-    return {
-        "no chunks": (MicroBatch, "in_chunks", lambda self, sizes: dict.fromkeys(sizes, cut(self, ())[None])),
-        "temperature by local index": (Temperature, "__call__", of_local_index),
-        "weights of other tokens": (AllToAll, "send", lambda self, x, weights: send(self, x, weights.flip(0))),
-    }
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mistake", ["no chunks", "temperature by local index", "weights of other tokens"])
-def test_mistakes_of_others_show(pool: WorkerPool, mistake: str) -> None:
-    check_mistake(pool, mistakes, mistake, 2, config(CHUNKED, 1, {"cp": 2}, micro_batch_size=1))
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"no_rope_freq": 1}, "leaves no layer with rope"),
-    ({"no_rope_freq": 2, "position": "learned"}, "no layer has rope"),
-    ({"no_rope_freq": 0}, "is of layers without rope"),
-    ({"window": 4}, "a layer has one limit"),
-    ({"kv_lora_rank": 8}, "latents have a rotated part"),
-    ({"attention_chunk_size": 0}, "--attention-chunk-size 0: must be at least 1"),
-]
-
-
-@pytest.mark.parametrize(("model", "words"), BAD, ids=[words for _, words in BAD])
-def test_what_does_not_fit_is_refused(model: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        replace(CHUNKED, **model)

@@ -11,95 +11,135 @@ import pytest
 import torch
 
 from megalite.core.batch import MicroBatch, Positions
-from megalite.core.options.recompute import MODES
 from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config
 from tests.parity import jobs, packed
-from tests.parity.harness import (
-    Grid,
-    Shape,
-    assert_same_bits,
-    assert_same_gradients,
-    boxes_of,
-    check,
-    check_compiled,
-    check_mistake,
-    config,
-    one_process,
-    put_together,
-    ranks_of,
-    scaled,
-    trained,
-)
-from tests.parity.models import FEW_HEADS, ONE_KEY
-from tests.rows import always_run, layout_tests
+from tests.parity.features import Feature
+from tests.parity.harness import assert_same_gradients, boxes_of, config, put_together, ranks_of
+from tests.parity.models import FEW_HEADS, ONE_KEY, dropped
 from tests.workers import WorkerPool
 
 LLAMA, GPT2, GEMMA2, GEMMA3 = jobs.llama(), jobs.gpt2(), jobs.gemma2(), jobs.gemma3()
-
-STRONG: Grid = {
-    ranks_of(4, cp=2): [
-        (LLAMA, 1, {"cp_comm": "gather"}, {}),
-        (GEMMA2, 3, {"cp_comm": "ring", "zero_group": "2"}, {"recompute": "selective"}),
-    ],
-    ranks_of(4, cp=4): [(FEW_HEADS, 3, {"cp_comm": "a2a+gather"}, {"recompute": "full"})],
-    ranks_of(8, cp=2, tp=2, pp=2): [
-        (GPT2, 2, {"cp_comm": "a2a", "schedule": "zb-v", "vp": 2}, {"loss_chunk": 5, "micro_batch_size": 2}),
-        (LLAMA, 1, {"cp_comm": "ring", "schedule": "zb-h1"}, {"micro_batch_size": 2}),
-    ],
-}
-GRID: Grid = {
-    ranks_of(2, cp=2): [
-        (GEMMA3, 1, {"cp_comm": "ring"}, {}),
-        (GEMMA2, 0, {"cp_comm": "a2a"}, {"offload": "optimizer"}),
-        (GPT2, 2, {"cp_comm": "gather"}, {"loss_chunk": 3}),
-        (ONE_KEY, 3, {"cp_comm": "a2a"}, {"micro_batch_size": 4}),
-        (LLAMA, 3, {"cp_comm": "gather"}, {"offload": "optimizer+params"}),
-        (LLAMA, 1, {"cp_comm": "ring"}, {"offload": "activations", "recompute": "full"}),
-    ],
-    ranks_of(4, cp=2): [
-        (GEMMA2, 0, {"cp_comm": "gather"}, {}),
-        (GEMMA3, 2, {"cp_comm": "a2a", "zero_reduce": "step"}, {}),
-        (GPT2, 3, {"cp_comm": "ring", "zero_keep": "step"}, {"micro_batch_size": 2}),
-        (LLAMA, 2, {"cp_comm": "ring", "zero_group": "2"}, {"micro_batch_size": 4}),
-        (ONE_KEY, 1, {"cp_comm": "ring"}, {"recompute": "full"}),
-    ],
-    ranks_of(4, cp=4): [
-        (LLAMA, 2, {"cp_comm": "gather"}, {}),
-        (LLAMA, 3, {"cp_comm": "a2a", "zero_group": "2"}, {}),
-        (LLAMA, 1, {"cp_comm": "ring"}, {"recompute": "selective"}),
-        (LLAMA, 1, {"cp_comm": "gather"}, {"z_loss": 1e-2, "loss_chunk": 3}),
-        (FEW_HEADS, 2, {"cp_comm": "a2a+ring"}, {"micro_batch_size": 2}),
-        (ONE_KEY, 3, {"cp_comm": "a2a"}, {}),
-        (GEMMA2, 3, {"cp_comm": "ring"}, {"loss_chunk": 2}),
-        (GPT2, 1, {"cp_comm": "a2a"}, {}),
-    ],
-    ranks_of(4, cp=2, tp=2): [
-        (LLAMA, 1, {"cp_comm": "gather"}, {}),
-        (LLAMA, 3, {"cp_comm": "ring", "sequence_parallel": False}, {}),
-        (GPT2, 2, {"cp_comm": "a2a"}, {"recompute": "full"}),
-        (GPT2, 3, {"cp_comm": "ring"}, {}),
-        (GEMMA2, 1, {"cp_comm": "a2a", "overlap_tp_reduce": False}, {}),
-    ],
-    ranks_of(4, cp=2, pp=2): [
-        (LLAMA, 1, {"cp_comm": "ring", "schedule": "1f1b"}, {}),
-        (LLAMA, 3, {"cp_comm": "gather", "schedule": "zb-h1"}, {}),
-        (GPT2, 2, {"cp_comm": "gather", "schedule": "interleaved", "vp": 2}, {"micro_batch_size": 2}),
-        (GEMMA3, 1, {"cp_comm": "a2a", "schedule": "gpipe"}, {}),
-        (GPT2, 3, {"cp_comm": "ring", "schedule": "zb-v", "vp": 2}, {"recompute": "selective"}),
-    ],
-    ranks_of(8, cp=4, tp=2): [
-        (LLAMA, 3, {"cp_comm": "ring"}, {}),
-        (LLAMA, 1, {"cp_comm": "a2a", "sequence_parallel": False}, {"micro_batch_size": 8}),
-    ],
-    ranks_of(8, cp=2, tp=2, pp=2): [
-        (LLAMA, 3, {"cp_comm": "gather", "schedule": "zb-v", "vp": 2}, {}),
-        (GEMMA2, 2, {"cp_comm": "ring", "schedule": "1f1b"}, {}),
-    ],
-}
+PACKED = {name: make(4, **packed.SIZES) for name, make in packed.MAKE.items()}
 
 
-test_same_gradients_however_samples_are_shared, test_grid = layout_tests(check, STRONG, GRID)
+class TestContextParallel(Feature):
+    strong = {
+        ranks_of(4, cp=2): [
+            (LLAMA, 1, {"cp_comm": "gather"}, {}),
+            (GEMMA2, 3, {"cp_comm": "ring", "zero_group": "2"}, {"recompute": "selective"}),
+        ],
+        ranks_of(4, cp=4): [(FEW_HEADS, 3, {"cp_comm": "a2a+gather"}, {"recompute": "full"})],
+        ranks_of(8, cp=2, tp=2, pp=2): [
+            (GPT2, 2, {"cp_comm": "a2a", "schedule": "zb-v", "vp": 2}, {"loss_chunk": 5}),
+            (LLAMA, 1, {"cp_comm": "ring", "schedule": "zb-h1"}, {}),
+        ],
+    }
+    grid = {
+        ranks_of(2, cp=2): [
+            (GEMMA3, 1, {"cp_comm": "ring"}, {}),
+            (GEMMA2, 0, {"cp_comm": "a2a"}, {"offload": "optimizer"}),
+            (GPT2, 2, {"cp_comm": "gather"}, {"loss_chunk": 3}),
+            (LLAMA, 3, {"cp_comm": "gather"}, {"offload": "optimizer+params"}),
+            (LLAMA, 1, {"cp_comm": "ring"}, {"offload": "activations", "recompute": "full"}),
+        ],
+        ranks_of(4, cp=2): [
+            (GEMMA3, 2, {"cp_comm": "a2a", "zero_reduce": "step"}, {}),
+            (GPT2, 3, {"cp_comm": "ring", "zero_keep": "step"}, {}),
+        ],
+        ranks_of(4, cp=4): [
+            (LLAMA, 3, {"cp_comm": "a2a", "zero_group": "2"}, {}),
+            (LLAMA, 1, {"cp_comm": "ring"}, {"recompute": "selective"}),
+            (LLAMA, 1, {"cp_comm": "gather"}, {"z_loss": 1e-2, "loss_chunk": 3}),
+            (FEW_HEADS, 2, {"cp_comm": "a2a+ring"}, {}),
+            (ONE_KEY, 3, {"cp_comm": "a2a"}, {}),
+            (GEMMA2, 3, {"cp_comm": "ring"}, {"loss_chunk": 2}),
+        ],
+        ranks_of(4, cp=2, tp=2): [
+            (LLAMA, 3, {"cp_comm": "ring", "sequence_parallel": False}, {}),
+            (GPT2, 2, {"cp_comm": "gather"}, {"recompute": "full"}),
+            (GEMMA2, 1, {"cp_comm": "a2a", "overlap_tp_reduce": False}, {}),
+        ],
+        ranks_of(4, cp=2, pp=2): [
+            (LLAMA, 3, {"cp_comm": "gather", "schedule": "1f1b"}, {}),
+            (GPT2, 2, {"cp_comm": "gather", "schedule": "interleaved", "vp": 2}, {}),
+            (GEMMA3, 1, {"cp_comm": "a2a", "schedule": "gpipe"}, {}),
+        ],
+        ranks_of(8, cp=4, tp=2): [(LLAMA, 1, {"cp_comm": "a2a", "sequence_parallel": False}, {})],
+    }
+    packed = {
+        ranks_of(4, cp=4): [
+            (PACKED["llama"], 1, {"cp_comm": "gather"}, {}),
+            (PACKED["gemma2"], 1, {"cp_comm": "ring"}, {}),
+            (PACKED["gpt2"], 1, {"cp_comm": "a2a"}, {"loss_chunk": 5}),
+        ],
+        ranks_of(8, cp=2, tp=2, pp=2): [
+            (PACKED["gpt2"], 1, {"cp_comm": "ring", "schedule": "zb-v", "vp": 2}, {}),
+            (PACKED["gemma3"], 2, {"cp_comm": "gather", "schedule": "zb-h1"}, {}),
+            (PACKED["llama"], 3, {"cp_comm": "a2a"}, {"recompute": "full"}),
+        ],
+    }
+    recomputed = {
+        ranks_of(2, cp=2): [(dropped(GEMMA2), 1, {"cp_comm": comm}, {}) for comm in ("gather", "a2a", "ring")],
+    }
+    planted = {
+        mistake: (ranks_of(4, cp=4), (LLAMA, 1, {"cp_comm": "gather"}, {}))
+        for mistake in (
+            "summed over dp only",
+            "local positions",
+            "targets shifted in the slice",
+            "not summed over cp",
+            "mean of rank means",
+        )
+    }
+    rounded = [
+        (FEW_HEADS, precision, [{"cp": 4, "cp_comm": comm} for comm in comms])
+        for precision, comms in (("bf16", ("gather", "ring", "a2a+gather")), ("fp16", ("ring",)))
+    ]
+    # Attention runs outside of the compiled code.
+    compiled = [
+        (ranks_of(2, cp=2), (jobs.llama(1), 1, {"cp_comm": comm}, {"recompute": recompute}))
+        for comm, recompute in (("gather", "selective"), ("ring", "full"), ("a2a", "none"))
+    ]
+    always = Feature.always | {"rounded": 1}
+
+    @staticmethod
+    def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
+        from megalite.core import step
+        from megalite.core.mesh import grid
+        from megalite.core.parts.context import gather
+
+        shared, cut = MicroBatch.shared, step.to_microbatches
+
+        def shifted(batch: MicroBatch, ranks: int, rank: int) -> MicroBatch:
+            part = shared(batch, ranks, rank)
+            return replace(part, targets_SB=torch.cat((part.tokens_SB[1:], part.tokens_SB[:1])))
+
+        def not_summed(x: torch.Tensor, axis: Any) -> Any:
+            return x.view(axis.size, -1, *x.shape[1:])[axis.rank].clone(), gather.collectives.FinishedWork()
+
+        def local(positions: Positions, ranks: int, rank: int) -> Positions:
+            return Positions(positions.length, (range(positions.length // ranks),))
+
+        def of_rank(*args: Any) -> Any:
+            """Divide by the rank's own count of targets, as a mean over its tokens does; the last token has none."""
+            out = cut(*args)
+            for at, part in enumerate(out):
+                runs = part.positions.runs
+                uncounted = 1 if runs[-1].stop == part.positions.length else 0
+                held = len(part.tokens_SB)
+                assert part.targets_SB is not None
+                weights = torch.full_like(part.targets_SB, held / (held - uncounted), dtype=torch.float32)
+                out[at] = replace(part, weights_SB=weights)
+            return out
+
+        return {
+            "local positions": (Positions, "shared", local),
+            "targets shifted in the slice": (MicroBatch, "shared", shifted),
+            "not summed over cp": (gather.collectives, "start_reduce_scatter", not_summed),
+            "mean of rank means": (step, "to_microbatches", of_rank),
+            "summed over dp only": (grid, "AXES", [axis._replace(cuts_batch=axis.name == "dp") for axis in grid.AXES]),
+        }
 
 
 def owned(rank: int, cfg: Config, world: int) -> list[tuple[int, slice]]:
@@ -115,51 +155,6 @@ def test_optimizer_states_are_cut_over_dp_and_cp(pool: WorkerPool, cp: int) -> N
         assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
         assert parts[-1][1] == buckets[0][0]
         assert len({stop - start for start, stop in parts}) == 1
-
-
-@pytest.mark.parametrize("comm", ["gather", "a2a", pytest.param("ring", marks=pytest.mark.full)])
-def test_recompute_changes_not_a_bit(pool: WorkerPool, comm: str) -> None:
-    cfgs = [config(GEMMA2, 1, {"cp": 2, "cp_comm": comm}, recompute=mode, micro_batch_size=4) for mode in MODES]
-    assert_same_bits(pool.run(2, trained, cfgs, 2))
-
-
-# Seen: 1.2e-5 and 2.9e-4 in bf16, 4e-6 and 3.2e-5 in fp16.
-@pytest.mark.parametrize(
-    ("precision", "limits"), [("bf16", (5e-5, 1e-3)), pytest.param("fp16", (2e-5, 2e-4), marks=pytest.mark.full)]
-)
-def test_half_precision(pool: WorkerPool, precision: str, limits: tuple[float, float]) -> None:
-    """Loss and norm: blocks of keys round apart from a whole row of them."""
-    comms = ("gather", "ring", "a2a+gather")
-    cfgs = [config(FEW_HEADS, 1, {"cp": 4, "cp_comm": comm}, precision=precision) for comm in comms]
-    want = np.array(one_process(scaled(jobs.make_config(FEW_HEADS, precision=precision))).steps)
-    for rank in pool.run(4, trained, cfgs, 4):
-        for comm, result in zip(comms, rank, strict=True):
-            assert (np.abs(np.array(result.steps) / want - 1).max(0) < limits).all(), comm
-
-
-# (world, cp, tp, pp) -> (model, further layout, training options); evaluation is compared too
-PACKED: dict[Shape, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
-    ranks_of(4, cp=4): [
-        ("llama", {"cp_comm": "gather"}, {"micro_batch_size": 2}),
-        ("gemma2", {"cp_comm": "ring"}, {"micro_batch_size": 2}),
-        ("gpt2", {"cp_comm": "a2a"}, {"loss_chunk": 5}),
-    ],
-    ranks_of(8, cp=2, tp=2, pp=2): [
-        ("gpt2", {"cp_comm": "ring", "schedule": "zb-v", "vp": 2}, {}),
-        ("gemma3", {"cp_comm": "gather", "schedule": "zb-h1", "zero": 2}, {}),
-        ("llama", {"cp_comm": "a2a", "zero": 3, "zero_whole_below": 500}, {"recompute": "full"}),
-    ],
-}
-
-
-@pytest.mark.parametrize("shape", always_run(PACKED, ranks_of(4, cp=4)), ids=str)
-def test_packed_documents(pool: WorkerPool, shape: Shape) -> None:
-    world, layout = shape
-    cfgs = [
-        jobs.make_config(packed.MAKE[name](4, **packed.SIZES), {**dict(layout), **parallel}, **train)
-        for name, parallel, train in PACKED[shape]
-    ]
-    packed.check(pool, world, cfgs)
 
 
 def chats() -> Rows:
@@ -221,63 +216,3 @@ def test_ranks_without_a_target_take_part(pool: WorkerPool, comm: str) -> None:
     for (got,) in pool.run(4, packed.learned, cfgs, 4, [few_targets()]):
         np.testing.assert_allclose(got, want, rtol=1e-5)
     assert want[0][2] == 1.25
-
-
-def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
-    from megalite.core import step
-    from megalite.core.mesh import grid
-    from megalite.core.parts.context import gather
-
-    shared, cut = MicroBatch.shared, step.to_microbatches
-
-    def shifted(batch: MicroBatch, ranks: int, rank: int) -> MicroBatch:
-        part = shared(batch, ranks, rank)
-        return replace(part, targets_SB=torch.cat((part.tokens_SB[1:], part.tokens_SB[:1])))
-
-    def not_summed(x: torch.Tensor, axis: Any) -> Any:
-        return x.view(axis.size, -1, *x.shape[1:])[axis.rank].clone(), gather.collectives.FinishedWork()
-
-    def local(positions: Positions, ranks: int, rank: int) -> Positions:
-        return Positions(positions.length, (range(positions.length // ranks),))
-
-    def of_rank(*args: Any) -> Any:
-        """Divide by the rank's own count of targets, as a mean over its tokens does; the last token has none."""
-        out = cut(*args)
-        for at, part in enumerate(out):
-            runs = part.positions.runs
-            uncounted = 1 if runs[-1].stop == part.positions.length else 0
-            held = len(part.tokens_SB)
-            assert part.targets_SB is not None
-            weights = torch.full_like(part.targets_SB, held / (held - uncounted), dtype=torch.float32)
-            out[at] = replace(part, weights_SB=weights)
-        return out
-
-    return {
-        "local positions": (Positions, "shared", local),
-        "targets shifted in the slice": (MicroBatch, "shared", shifted),
-        "not summed over cp": (gather.collectives, "start_reduce_scatter", not_summed),
-        "mean of rank means": (step, "to_microbatches", of_rank),
-        "summed over dp only": (grid, "AXES", [axis._replace(cuts_batch=axis.name == "dp") for axis in grid.AXES]),
-    }
-
-
-MISTAKES = (
-    "local positions",
-    "targets shifted in the slice",
-    "not summed over cp",
-    "mean of rank means",
-    "summed over dp only",
-)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_of_others_show(pool: WorkerPool, mistake: str) -> None:
-    check_mistake(pool, mistakes, mistake, 4, config(LLAMA, 1, {"cp": 4, "cp_comm": "gather"}))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("comm", "recompute"), [("gather", "selective"), ("ring", "full"), ("a2a", "none")])
-def test_compiled_blocks(pool: WorkerPool, comm: str, recompute: str) -> None:
-    """Attention runs outside of the compiled code."""
-    model = replace(LLAMA, num_layers=1)
-    check_compiled(pool, 2, config(model, 1, {"cp": 2, "cp_comm": comm}, recompute=recompute))

@@ -10,8 +10,8 @@ import pytest
 
 from megalite.runtime.data import Rows
 from tests.parity import jobs, packed
-from tests.parity.layouts import LAYOUTS, micro_batch_size
-from tests.rows import always_run
+from tests.parity.features import Feature
+from tests.parity.harness import ranks_of
 from tests.workers import WorkerPool
 
 
@@ -23,33 +23,31 @@ def test_token_losses_are_those_of_each_document_alone(name: str) -> None:
     assert np.abs(packed.token_losses(engine, packed.packed(mask=False)) - want).max() > 0.1
 
 
-# Layouts that share the start of their ranks: (tp, pp, world) -> (layers, layout, training options).
-Row = tuple[int, dict[str, Any], dict[str, Any]]
-GRID: dict[tuple[int, int, int], list[Row]] = {}
-for _world, _layers, _layout in LAYOUTS.values():
-    _key = (_layout.get("tp", 1), _layout.get("pp", 1), _world)
-    GRID.setdefault(_key, []).append((_layers, _layout, {"micro_batch_size": micro_batch_size(_layout)}))
-_CUT = {"zero": 3, "zero_whole_below": 500, "debug_zero": True}
-GRID[1, 1, 2] += [(4, {"zero": 2}, {}), (4, _CUT, {"recompute": "full"}), (4, {}, {"recompute": "selective"})]
-GRID[2, 2, 8] += [(4, {"tp": 2, "pp": 2, "schedule": "zb-h1", **_CUT}, {"loss_chunk": 5})]
+LLAMA, GPT2, GEMMA2, GEMMA3 = (make(4, **packed.SIZES) for make in packed.MAKE.values())
 
 
-@pytest.mark.parametrize("grid", always_run(GRID, (1, 1, 2), (2, 2, 8)), ids=str)
-def test_packed_documents_in_every_layout(pool: WorkerPool, grid: tuple[int, int, int]) -> None:
-    names = ("llama", "gpt2")
-    cfgs = [
-        jobs.make_config(packed.MAKE[name](n, **packed.SIZES), p, **train)
-        for n, p, train in GRID[grid]
-        for name in names
-    ]
-    packed.check(pool, grid[2], cfgs)
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
-def test_packed_documents_under_sliding_windows(pool: WorkerPool, name: str) -> None:
-    layouts = [{}, {"schedule": "zb-h1"}]
-    cfgs = [jobs.make_config(packed.MAKE[name](4, **packed.SIZES), {"tp": 2, "pp": 2, **layout}) for layout in layouts]
-    packed.check(pool, 4, cfgs)
+class TestDocuments(Feature):
+    packed = {
+        ranks_of(2): [
+            (LLAMA, 3, {}, {"recompute": "full"}),
+            (GPT2, 1, {}, {"recompute": "selective"}),
+            (GPT2, 2, {}, {"micro_batch_size": 4}),
+        ],
+        ranks_of(8, tp=2, pp=2): [
+            (LLAMA, 3, {"schedule": "zb-h1"}, {"loss_chunk": 5}),
+            (GPT2, 1, {"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 1}),
+        ],
+        # Sliding windows.
+        ranks_of(4, tp=2, pp=2): [(GEMMA2, 1, {}, {}), (GEMMA3, 1, {"schedule": "zb-h1"}, {})],
+        ranks_of(2, tp=2): [(LLAMA, 1, {}, {}), (GPT2, 1, {"sequence_parallel": False}, {})],
+        ranks_of(2, pp=2): [(GPT2, 0, {"schedule": "gpipe"}, {}), (LLAMA, 1, {"schedule": "naive"}, {})],
+        ranks_of(4, pp=4): [
+            (packed.MAKE["llama"](8, **packed.SIZES), 1, {"vp": 2}, {"micro_batch_size": 1}),
+            (packed.MAKE["gpt2"](6, **packed.SIZES), 1, {"pipeline_layout": "1,2,3,0"}, {"micro_batch_size": 1}),
+            (GPT2, 1, {"schedule": "1f1b-eager"}, {}),
+        ],
+    }
+    always = {"packed": 3}
 
 
 # What counts in the loss

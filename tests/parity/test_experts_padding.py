@@ -18,22 +18,10 @@ from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.harness import (
-    Grid,
-    biases_of,
-    boxes_of,
-    check,
-    check_mistake,
-    config,
-    one_process,
-    put_together,
-    ranks_of,
-    scaled,
-)
+from tests.parity.features import Feature
+from tests.parity.harness import biases_of, boxes_of, one_process, put_together, ranks_of, scaled
 from tests.parity.models import BIASED, MIXTRAL, QWEN
-from tests.rows import layout_tests
 from tests.unit.checkpoint.hf_models import make_model
-from tests.workers import WorkerPool
 
 transformers = pytest.importorskip("transformers")
 
@@ -181,56 +169,49 @@ def padded(step: int = 1) -> Rows:
 
 
 PADDED = {"data": padded}
-STRONG: Grid = {
-    ranks_of(4, ep=2, tp=2): [
-        (MIXTRAL, 1, {}, PADDED | {"recompute": "full"}),
-        (BIASED, 3, {"sequence_parallel": False}, PADDED | {"micro_batch_size": 2}),
-    ],
-    ranks_of(4, ep=2, pp=2): [(FURTHER, 1, {"schedule": "zb-v", "vp": 2}, PADDED | {"micro_batch_size": 2})],
-    ranks_of(4, ep=4, cp=2): [(QWEN, 1, {}, PADDED | {"micro_batch_size": 2}), (FURTHER, 1, {}, PADDED)],
-}
-GRID: Grid = {
-    ranks_of(2): [(FURTHER, 2, {}, PADDED | {"micro_batch_size": 4}), (MIXTRAL, 0, {}, PADDED | {"loss_chunk": 5})],
-    # A rank has padding alone.
-    ranks_of(8, ep=4): [
-        (MIXTRAL, 1, {}, PADDED | {"micro_batch_size": 1}),
-        (BIASED, 3, {}, PADDED | {"recompute": "selective", "micro_batch_size": 1}),
-    ],
-    ranks_of(4, ep=4, tp=2, etp="1"): [(FURTHER, 3, {}, PADDED | {"recompute": "full"}), (MIXTRAL, 1, {}, PADDED)],
-    ranks_of(4, cp=4): [(FURTHER, 1, {"cp_comm": "ring"}, PADDED)],
-    ranks_of(8, ep=2, tp=2, pp=2): [
-        (FURTHER, 1, {"schedule": "interleaved", "vp": 2}, PADDED | {"micro_batch_size": 2}),
-        (QWEN, 1, {"schedule": "zb-h1"}, PADDED | {"micro_batch_size": 4}),
-    ],
-    ranks_of(8, ep=2, cp=2, tp=2): [(FURTHER, 1, {}, PADDED), (MIXTRAL, 3, {"sequence_parallel": False}, PADDED)],
-}
-test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
-def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
-    from megalite.core import step
-    from megalite.core.parts.ffn.experts.routing import Router
-
-    init = Router.__init__
-
-    def first_shard(self: Router, *args: Any) -> None:
-        init(self, *args)
-        self.shard = 0
-
-    def of_this_rank(engine: Any, rows: Rows) -> Any:
-        return torch.tensor(rows.total_weight() / rows.num_tokens()), []
-
-    return {
-        "weights of the first shard": (Router, "__init__", first_shard),
-        "means over a rank's tokens": (step, "weigh_parts", of_this_rank),
+class TestPadding(Feature):
+    strong = {
+        ranks_of(4, ep=2, tp=2): [
+            (MIXTRAL, 1, {}, PADDED | {"recompute": "full"}),
+            (BIASED, 3, {"sequence_parallel": False}, PADDED),
+        ],
+        ranks_of(4, ep=2, pp=2): [(FURTHER, 1, {"schedule": "zb-v", "vp": 2}, PADDED)],
+        ranks_of(4, ep=4, cp=2): [(QWEN, 1, {}, PADDED)],
+    }
+    grid = {
+        ranks_of(2): [(MIXTRAL, 0, {}, PADDED | {"loss_chunk": 5})],
+        # A rank has padding alone.
+        ranks_of(8, ep=4): [(BIASED, 3, {}, PADDED | {"recompute": "selective"})],
+        ranks_of(4, ep=4, tp=2, etp="1"): [(FURTHER, 3, {}, PADDED | {"recompute": "full"})],
+        ranks_of(4, cp=4): [(FURTHER, 1, {"cp_comm": "ring"}, PADDED)],
+        ranks_of(8, ep=2, tp=2, pp=2): [(FURTHER, 1, {"schedule": "interleaved", "vp": 2}, PADDED)],
+        ranks_of(8, ep=2, cp=2, tp=2): [(FURTHER, 1, {}, PADDED)],
+    }
+    planted = {
+        "weights of the first shard": (ranks_of(2, tp=2), (MIXTRAL, 1, {}, PADDED)),
+        "means over a rank's tokens": (ranks_of(2), (MIXTRAL, 1, {}, PADDED)),
     }
 
+    @staticmethod
+    def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
+        from megalite.core import step
+        from megalite.core.parts.ffn.experts.routing import Router
 
-@pytest.mark.parametrize(
-    ("mistake", "layout"), [("weights of the first shard", {"tp": 2}), ("means over a rank's tokens", {})]
-)
-def test_mistakes_show(pool: WorkerPool, mistake: str, layout: dict[str, Any]) -> None:
-    check_mistake(pool, mistakes, mistake, 2, config(MIXTRAL, 1, layout, micro_batch_size=1), padded)
+        init = Router.__init__
+
+        def first_shard(self: Router, *args: Any) -> None:
+            init(self, *args)
+            self.shard = 0
+
+        def of_this_rank(engine: Any, rows: Rows) -> Any:
+            return torch.tensor(rows.total_weight() / rows.num_tokens()), []
+
+        return {
+            "weights of the first shard": (Router, "__init__", first_shard),
+            "means over a rank's tokens": (step, "weigh_parts", of_this_rank),
+        }
 
 
 def test_modules_count_what_lies_in_the_document() -> None:

@@ -1,9 +1,9 @@
-"""The signature test: loss and gradient norm are the same in every layout, at every step, with real processes."""
+"""The signature test: loss, gradient norm and every gradient are the same in every layout, with real processes."""
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,45 +12,75 @@ import pytest
 
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.recompute import MODES
-from megalite.runtime.options.run import Config
 from tests.parity import jobs
+from tests.parity.features import Feature
+from tests.parity.harness import Row, assert_same_bits, check, config, ranks_of, trained
 from tests.parity.layouts import LAYOUTS, MODELS, VARIANTS, micro_batch_size
-from tests.rows import always_run
+from tests.parity.models import dropped
 from tests.workers import WorkerPool
 
-# Schedules do not know what a layer is: models besides Llama train in those layouts that differ in more than the order.
-OF_EVERY_MODEL = ("tp2", "tp4", "pp4-zb-h1", "pp4-vp2", "dp2-zero1", "tp2-pp2-zb-v-zero1", "tp2-pp2-vp2-dp2-zero1")
-LAYOUTS_OF = {"llama": tuple(LAYOUTS), "layer_types": ("pp4-zb-h1", "tp2-pp2-vp2-dp2-zero1")}
-LARGEST = "tp2-pp2-vp2-dp2-zero1"
-CASES = [(model, layout) for model in MODELS for layout in LAYOUTS_OF.get(model, OF_EVERY_MODEL)]
+# 5 divides neither the tokens of a micro-batch nor a shard of them.
+BY_CHUNKS = {"loss_chunk": 5, "micro_batch_size": 2}
+
+
+def rows_of(names: Sequence[str], *models: str) -> list[Row]:
+    """Rows of LAYOUTS, which share a shape. Llama alone fills the largest pipelines."""
+    return [
+        (
+            MODELS[model](layers),
+            layout.get("zero", 1),
+            layout,
+            {"micro_batch_size": 2 if world == 8 and model != "llama" else micro_batch_size(layout)},
+        )
+        for world, layers, layout in (LAYOUTS[name] for name in names)
+        for model in models
+    ]
+
+
+class TestLayouts(Feature):
+    """Schedules do not know what a layer is: besides Llama, models train where more than the order differs."""
+
+    strong = {
+        ranks_of(2): rows_of(["dp2"], "llama"),
+        ranks_of(2, tp=2): rows_of(["tp2"], "llama"),
+        ranks_of(2, pp=2): rows_of(["pp2-gpipe"], "llama"),
+        ranks_of(4, tp=4): rows_of(["tp4"], "llama"),
+        ranks_of(4, pp=4): rows_of(["pp4-eager", "pp4-zb-h1", "pp4-vp2", "pp4-uneven"], "llama"),
+        ranks_of(4, tp=2, pp=2): [
+            *((jobs.llama(2, **options), 1, {}, {}) for options in VARIANTS.values()),
+            *((make(), 1, {"schedule": "zb-h1"}, BY_CHUNKS) for make in MODELS.values()),
+        ],
+        ranks_of(4, tp=2): [(jobs.gpt2(), 3, {"tp_chunks": 4, "zero_whole_below": 0}, {"recompute": "full"})],
+        ranks_of(8, tp=2, pp=2): [
+            *rows_of(["tp2-pp2-vp2-dp2-zero1"], *MODELS),
+            *rows_of(["tp2-pp2-zb-v-zero1"], "llama"),
+        ],
+    }
+    grid = {
+        ranks_of(2): rows_of(["dp2-zero1"], "llama", "gpt2"),
+        ranks_of(2, tp=2): [*rows_of(["tp2-sp"], "llama"), (jobs.llama(), 1, {"tp_chunks": 2}, {})],
+        ranks_of(2, pp=2): rows_of(["pp2", "pp2-naive", "pp2-zb-v", "pp2-vp2"], "llama"),
+        ranks_of(4, tp=4): rows_of(["tp4"], "gpt2", "gemma2", "gemma3"),
+        ranks_of(4, pp=4): [
+            *rows_of(["pp4"], "llama"),
+            *rows_of(["pp4-zb-h1", "pp4-vp2"], "gpt2", "gemma3"),
+        ],
+        ranks_of(4, tp=2, pp=2): [
+            *rows_of(["tp2-pp2-zb-h1", "tp2-pp2-vp2"], "llama"),
+            *((jobs.llama(2, **options), 1, {"sequence_parallel": False}, {}) for options in VARIANTS.values()),
+            *((make(), 1, {"schedule": "zb-h1", "sequence_parallel": False}, BY_CHUNKS) for make in MODELS.values()),
+        ],
+        ranks_of(8, tp=2, pp=2): rows_of(["tp2-pp2-dp2-zero1"], "llama"),
+        ranks_of(8, tp=4, pp=2): [(jobs.gemma2(), 1, {"tp_chunks": 2, "schedule": "zb-h1"}, {})],
+    }
+    whole_depth = True
+    recomputed = {ranks_of(1): [(dropped(make()), 1, {}, {}) for make in MODELS.values()]}
 
 
 @cache
 def one_process(model: ModelConfig) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step, trained in one process."""
     return jobs.train(0, jobs.make_config(model), 1)
-
-
-def assert_same(pool: WorkerPool, world: int, cfg: Config) -> None:
-    """Every rank of the layout reports the single process's figures, to 1e-5 relative."""
-    expected = np.array(one_process(cfg.model))
-    assert np.isfinite(expected).all()
-    for rank, steps in enumerate(pool.run(world, jobs.train, cfg, world)):
-        np.testing.assert_allclose(np.array(steps), expected, rtol=1e-5, err_msg=f"rank {rank}")
-
-
-# One model in a layout of each sort, and each model in the largest.
-ALWAYS = ("tp2", "tp4", "pp2-gpipe", "pp4-eager", "pp4-zb-h1", "tp2-pp2-zb-v-zero1", "pp4-vp2", "dp2", "pp4-uneven")
-STRONGEST = [(model, layout) for model, layout in CASES if layout == LARGEST or (model == "llama" and layout in ALWAYS)]
-
-
-@pytest.mark.parametrize("case", always_run(CASES, *STRONGEST), ids="-".join)
-def test_same_loss_and_gradient_norm(pool: WorkerPool, case: tuple[str, str]) -> None:
-    model, layout = case
-    world, layers, parallel = LAYOUTS[layout]
-    assert_same(
-        pool, world, jobs.make_config(MODELS[model](layers), parallel, micro_batch_size=micro_batch_size(parallel))
-    )
 
 
 def test_loss_falls() -> None:
@@ -70,34 +100,9 @@ def test_a_mode_of_recomputation_goes_as_far_as_it_says() -> None:
         assert max(map(mode.extent, range(100))) is mode.most
 
 
-@pytest.mark.parametrize("recompute", [mode for mode in MODES if mode != "none"])
-def test_recompute_changes_not_a_bit(recompute: str) -> None:
-    for make in MODELS.values():
-        model = make()
-        cfg = jobs.make_config(model, recompute=recompute)
-        assert jobs.train(0, cfg, 1) == one_process(model)
-
-
 def test_the_check_trips_on_a_different_seed(pool: WorkerPool) -> None:
-    cfg = jobs.with_train(jobs.make_config(jobs.llama(), {"tp": 2}), seed=99)
     with pytest.raises(AssertionError):
-        assert_same(pool, 2, cfg)
-
-
-@pytest.mark.parametrize("sequence_parallel", always_run([False, True], True))
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_other_families(pool: WorkerPool, variant: str, sequence_parallel: bool) -> None:
-    model = jobs.llama(2, **VARIANTS[variant])
-    parallel = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel}
-    assert_same(pool, 4, jobs.make_config(model, parallel))
-
-
-@pytest.mark.parametrize("sequence_parallel", always_run([False, True], True))
-@pytest.mark.parametrize("model", MODELS)
-def test_loss_by_chunks(pool: WorkerPool, model: str, sequence_parallel: bool) -> None:
-    # 5 divides neither the tokens of a micro-batch nor a shard of them.
-    parallel = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel, "schedule": "zb-h1"}
-    assert_same(pool, 4, jobs.make_config(MODELS[model](), parallel, loss_chunk=5, micro_batch_size=2))
+        check(pool, ranks_of(2, tp=2), [(jobs.llama(), 1, {}, {"seed": 99})])
 
 
 @pytest.mark.parametrize(
@@ -109,41 +114,18 @@ def test_loss_by_chunks(pool: WorkerPool, model: str, sequence_parallel: bool) -
     ],
 )
 def test_overlap_changes_not_a_bit(pool: WorkerPool, layout: dict[str, Any], switches: tuple[str, ...]) -> None:
-    runs = []
-    for off in ((), *((switch,) for switch in switches), switches):
-        cfg = jobs.make_config(jobs.gpt2(), {**layout, **dict.fromkeys(off, False)}, micro_batch_size=2)
-        runs.append(pool.run(4, jobs.train, cfg, 4))
-    assert all(run == runs[0] for run in runs)
-
-
-@pytest.mark.parametrize(
-    ("model", "world", "parallel", "train"),
-    [
-        pytest.param("llama", 2, {"tp": 2, "tp_chunks": 2}, {"micro_batch_size": 2}, marks=pytest.mark.full),
-        ("gpt2", 4, {"tp": 2, "tp_chunks": 4, "zero": 3, "zero_whole_below": 0}, {"recompute": "full"}),
-        pytest.param("gemma2", 8, {"tp": 4, "pp": 2, "tp_chunks": 2, "schedule": "zb-h1"}, {}, marks=pytest.mark.full),
-    ],
-)
-def test_products_in_chunks(
-    pool: WorkerPool, model: str, world: int, parallel: dict[str, Any], train: dict[str, Any]
-) -> None:
-    assert_same(pool, world, jobs.make_config(MODELS[model](), parallel, **train))
+    cfgs = [
+        config(jobs.gpt2(), 1, {**layout, **dict.fromkeys(off, False)})
+        for off in sorted({(), *((switch,) for switch in switches), switches})
+    ]
+    assert_same_bits(pool.run(4, trained, cfgs, 4))
 
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler, which torch.compile needs on CPU")
 def test_compiled_blocks(pool: WorkerPool) -> None:
+    """By inductor; others are only traced."""
     # The torch backend's ops, since torch.compile may fuse these as it likes.
     cfg = jobs.make_config(jobs.llama(2), {"tp": 2}, compile=True, ops="torch")
-    assert_same(pool, 2, cfg)
-
-
-def test_dropout_is_the_same_under_recompute_and_schedule(pool: WorkerPool) -> None:
-    model = dataclasses.replace(jobs.gpt2(), hidden_dropout=0.1, attention_dropout=0.1)
-    plain = jobs.train(0, jobs.make_config(model), 1)
-    assert plain != one_process(jobs.gpt2())
-    assert jobs.train(0, jobs.make_config(model, recompute="full"), 1) == plain
-    assert jobs.train(0, jobs.make_config(model, recompute="selective"), 1) == plain
-    for parallel in ({"pp": 2}, {"pp": 2, "vp": 2}, {"pp": 2, "schedule": "gpipe"}):
-        for steps in pool.run(2, jobs.train, jobs.make_config(model, parallel), 2):
-            np.testing.assert_allclose(steps, plain, rtol=1e-5)
+    for steps in pool.run(2, jobs.train, cfg, 2):
+        np.testing.assert_allclose(steps, one_process(cfg.model), rtol=1e-5)

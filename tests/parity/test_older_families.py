@@ -5,6 +5,7 @@ process.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.core.base.errors import UserError
-from megalite.core.options.model import ModelConfig
 from megalite.extras.convert.hf import export_hf
 from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.checkpoint.save import Checkpointer
@@ -22,9 +21,11 @@ from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.families import tiny
-from tests.parity.harness import Grid, check, check_compiled, config, ranks_of
+from tests.parity.features import Feature
+from tests.parity.harness import ranks_of
+from tests.parity.models import dropped
 from tests.parity.oracle import STARTS, train_plainly
-from tests.rows import layout_tests
+from tests.rows import always_run
 from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
 from tests.workers import WorkerPool
 
@@ -81,11 +82,16 @@ def trained(
     return out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("world", LAYOUTS)
+CASES = [(world, family) for world in LAYOUTS for family in FAMILIES]
+# In one process each family, in each layout two.
+ALWAYS = [*CASES[:4], (2, "bloom"), (2, "gptj"), (4, "opt"), (4, "gpt_neo")]
+
+
+@pytest.mark.parametrize("case", always_run(CASES, *ALWAYS), ids=lambda case: f"{case[1]}-of{case[0]}")
 def test_every_layout_follows_transformers(
-    pool: WorkerPool, models: Any, tmp_path: Path, world: int, family: str
+    pool: WorkerPool, models: Any, tmp_path: Path, case: tuple[int, str]
 ) -> None:
+    world, family = case
     folder, steps, weights = models(family)
     model = dataclasses.replace(hf_model_config(folder), seq_len=jobs.SEQ, hidden_dropout=0.0, attention_dropout=0.0)
     roots = [tmp_path / str(i) for i in range(len(LAYOUTS[world]))]
@@ -119,44 +125,53 @@ BLOOM = dataclasses.replace(
     attention_output_gate=True,
 )
 FURTHER = jobs.llama(position="alibi", head_bias=True, mtp_num_layers=1, init_std=0.1)
-STRONG: Grid = {
-    ranks_of(4, tp=2, pp=2): [
-        (model, 1, more, {"loss_chunk": chunk})
-        for model in MODELS
-        for more, chunk in (({"schedule": "zb-v", "vp": 2}, 0), ({"sequence_parallel": False}, 5))
-    ],
-    ranks_of(2, cp=2): [(BLOOM, 1, {"cp_comm": comm}, {"data": packed}) for comm in ("gather", "a2a")],
-    ranks_of(4, tp=2, cp=2): [
-        (model, zero, {"cp_comm": comm}, {"recompute": recompute})
-        for model in MODELS
-        for zero, comm, recompute in ((3, "ring", "selective"), (1, "a2a", "full"))
-    ],
-    ranks_of(2, pp=2): [(FURTHER, 1, {}, {})],
-}
-GRID: Grid = {
-    ranks_of(4, tp=4): [(model, 2, {}, {}) for model in MODELS],
-    ranks_of(4, cp=4): [(model, 1, {"cp_comm": comm}, {}) for model in MODELS for comm in ("gather", "a2a+ring")],
-    ranks_of(8, tp=2, pp=2, cp=2): [(model, 3, {}, {"recompute": "full"}) for model in MODELS],
-}
-
-test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
-@pytest.mark.parametrize("model", [BLOOM, tiny("gptj")], ids=["alibi", "shared norm"])
-def test_compiled_blocks(pool: WorkerPool, model: ModelConfig) -> None:
-    check_compiled(pool, 2, config(model, 1, {"tp": 2}))
+# Each family has one of two rows of a sort, and with --full the other. GPT-J alone has an output layer with a bias.
+SPLIT: tuple[dict[str, Any], int] = ({"schedule": "zb-v", "vp": 2}, 0)
+BY_CHUNKS: tuple[dict[str, Any], int] = ({"sequence_parallel": False}, 5)
+RING, ALL_TO_ALL = (3, "ring", "selective"), (1, "a2a", "full")
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "says"),
-    [
-        ("opt", {"position": "rope"}, "--position-offset 2 with --position rope: is of learned positions"),
-        ("bloom", {"attention_softcap": 2.0}, "--attention-softcap 2.0 with --position alibi: would cap the bias"),
-        ("gptj", {"parallel_residual": False}, "--norm-position shared without --parallel-residual: is one norm of"),
-        ("gptj", {"tie_embeddings": True}, "--head-bias with --tie-embeddings: an output layer that shares its"),
-        ("bloom", {"seq_len": 70000}, "--seq-len 70000 with --position alibi: is longer than the 65536 positions"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(family: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        dataclasses.replace(tiny(family), **options)
+class TestOlderFamilies(Feature):
+    strong = {
+        ranks_of(4, tp=2, pp=2): [
+            (model, 1, more, {"loss_chunk": chunk}) for model, (more, chunk) in zip(MODELS, (SPLIT, BY_CHUNKS) * 2)
+        ],
+        ranks_of(2, cp=2): [(BLOOM, 1, {"cp_comm": comm}, {"data": packed}) for comm in ("gather", "a2a")],
+        ranks_of(4, tp=2, cp=2): [
+            (model, zero, {"cp_comm": comm}, {"recompute": recompute})
+            for model, (zero, comm, recompute) in zip(MODELS, (RING, ALL_TO_ALL) * 2)
+        ],
+        ranks_of(2, pp=2): [(FURTHER, 1, {}, {})],
+    }
+    grid = {
+        ranks_of(4, tp=2, pp=2): [
+            (model, 1, more, {"loss_chunk": chunk}) for model, (more, chunk) in zip(MODELS, (BY_CHUNKS, SPLIT) * 2)
+        ],
+        ranks_of(4, tp=2, cp=2): [
+            (model, zero, {"cp_comm": comm}, {"recompute": recompute})
+            for model, (zero, comm, recompute) in zip(MODELS, (ALL_TO_ALL, RING) * 2)
+        ],
+        ranks_of(4, tp=4): [(model, 2, {}, {}) for model in MODELS],
+        ranks_of(4, cp=4): [(model, 1, {"cp_comm": comm}, {}) for model in MODELS for comm in ("gather", "a2a+ring")],
+    }
+    recomputed = {ranks_of(1): [(dropped(model), 1, {}, {}) for model in (BLOOM, tiny("gptj"))]}
+    # ALiBi, and one norm for attention and feed-forward.
+    compiled = [
+        (ranks_of(2, tp=2), (dataclasses.replace(model, num_layers=2), 1, {}, {})) for model in (BLOOM, tiny("gptj"))
+    ]
+    refused = [
+        (functools.partial(dataclasses.replace, tiny(family)), options, {}, says)
+        for family, options, says in (
+            ("opt", {"position": "rope"}, "--position-offset 2 with --position rope: is of learned positions"),
+            ("bloom", {"attention_softcap": 2.0}, "--attention-softcap 2.0 with --position alibi: would cap the bias"),
+            (
+                "gptj",
+                {"parallel_residual": False},
+                "--norm-position shared without --parallel-residual: is one norm",
+            ),
+            ("gptj", {"tie_embeddings": True}, "--head-bias with --tie-embeddings: an output layer that shares its"),
+            ("bloom", {"seq_len": 70000}, "--seq-len 70000 with --position alibi: is longer than the 65536 positions"),
+        )
+    ]

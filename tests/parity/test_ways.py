@@ -16,6 +16,7 @@ from megalite.core.parts.families import FAMILIES
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.families import tiny
+from tests.parity.models import shallow
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
@@ -115,11 +116,11 @@ def test_every_family(pool: WorkerPool, tmp_path: Path, family: str) -> None:
 
 
 MODELS = {
-    "gpt2": tiny("gpt2"),
-    "experts": tiny("qwen2_moe"),
-    "expert biases": tiny("gpt_oss"),
-    "latents": tiny("deepseek_v2"),
-    "further tokens": jobs.llama(mtp_num_layers=1),
+    "gpt2": shallow(tiny("gpt2")),
+    "experts": shallow(tiny("qwen2_moe")),
+    "expert biases": shallow(tiny("gpt_oss")),
+    "latents": shallow(tiny("deepseek_v2")),
+    "further tokens": jobs.llama(2, mtp_num_layers=1),
 }
 RULES = [(rule, model) for rule in RATES for model in MODELS]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,81 +15,64 @@ from megalite.core.pipeline.observe import Observer
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.harness import check, check_compiled, config, one_process, put_together, ranks_of, scaled, trained
+from tests.parity.features import Feature
+from tests.parity.harness import config, one_process, put_together, ranks_of, scaled, trained
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
 LLAMA, GPT2 = jobs.llama(), jobs.gpt2()
-
-# (tp, pp) -> rows that share the start of their ranks: (model, further layout, training options)
-GRID: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, Any]]]] = {
-    (1, 1): [
-        (LLAMA, {}, {}),
-        (LLAMA, {"zero_group": "2"}, {}),
-        (GPT2, {}, {}),
-        (LLAMA, {}, {"recompute": "full"}),
-        (LLAMA, {}, {"recompute": "selective", "loss_chunk": 5}),
-        (LLAMA, {"zero_reduce": "step"}, {"precision": "bf16"}),
-        (GPT2, {}, {"precision": "fp16"}),
-        (LLAMA, {}, {"offload": "optimizer"}),
-        (GPT2, {}, {"offload": "optimizer", "offload_dir": "scratch"}),
-        (LLAMA, {}, {"offload": "activations", "recompute": "full"}),
-    ],
-    (1, 2): [
-        (LLAMA, {}, {}),
-        (LLAMA, {"schedule": "zb-h1"}, {}),
-        (LLAMA, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}),
-        # The first stage is only the embedding, the last only norm and output layer.
-        (LLAMA, {"schedule": "interleaved", "vp": 2, "pipeline_layout": "0,3,1,0"}, {}),
-        (GPT2, {"schedule": "zb-v", "vp": 2}, {}),
-        (GPT2, {"zero_reduce": "step", "overlap_grad_reduce": False, "overlap_param_gather": False}, {}),
-        (LLAMA, {}, {"precision": "fp16"}),
-        (GPT2, {"schedule": "zb-v", "vp": 2}, {"precision": "fp16"}),
-        (LLAMA, {"schedule": "zb-h1"}, {"offload": "activations", "recompute": "full"}),
-    ],
-    (2, 1): [
-        (LLAMA, {}, {}),
-        (GPT2, {"sequence_parallel": False}, {"z_loss": 0.1}),
-    ],
-    (2, 2): [
-        (LLAMA, {"schedule": "zb-h1", "pipeline_layout": "Et|tttL"}, {"z_loss": 0.1, "loss_chunk": 5}),
-        (GPT2, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"}),
-        (GPT2, {}, {"offload": "optimizer"}),
-    ],
-}
+FP16 = {"precision": "fp16"}
 
 
-# How long gathered weights stay, and weights that come from the host. On one rank two units use a tied embedding.
-STAGE_3: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, Any]]]] = {
-    (1, 1): [
-        (GPT2, {"zero_keep": "backward"}, {}),
-        (LLAMA, {"zero_keep": "step"}, {"recompute": "full"}),
-        (GPT2, {"zero_group": "2"}, {"offload": "optimizer+params", "offload_dir": "scratch"}),
-    ],
-    (1, 2): [
-        (LLAMA, {"zero_keep": "backward"}, {}),
-        (GPT2, {"zero_keep": "step", "schedule": "zb-v", "vp": 2}, {}),
-        (LLAMA, {"schedule": "zb-h1"}, {"offload": "optimizer+params"}),
-    ],
-    (2, 1): [(LLAMA, {}, {"offload": "optimizer+params", "recompute": "full"})],
-    (2, 2): [],
-}
-
-
-def in_folder(train: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return {"offload_dir": str(folder)} if "offload_dir" in train else {}
-
-
-@pytest.mark.parametrize("grid", always_run(GRID, (2, 2)), ids=str)
-@pytest.mark.parametrize("zero", always_run([2, 3], 3))
-def test_same_gradients_in_every_layout(pool: WorkerPool, zero: int, grid: tuple[int, int], tmp_path: Path) -> None:
-    tp, pp = grid
-    rows = GRID[grid] + (STAGE_3[grid] if zero == 3 else [])
-    check(
-        pool,
-        ranks_of(max(4, 2 * tp * pp), tp=tp, pp=pp),
-        [(model, zero, parallel, {**train, **in_folder(train, tmp_path)}) for model, parallel, train in rows],
-    )
+class TestZero(Feature):
+    strong = {
+        ranks_of(8, tp=2, pp=2): [
+            (LLAMA, 3, {"schedule": "zb-h1", "pipeline_layout": "Et|tttL"}, {"z_loss": 0.1, "loss_chunk": 5}),
+            (GPT2, 3, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"}),
+            (GPT2, 3, {}, {"offload": "optimizer"}),
+        ],
+    }
+    grid = {
+        ranks_of(4): [
+            *((LLAMA, zero, {"zero_group": "2"}, {"recompute": "selective", "loss_chunk": 5}) for zero in (2, 3)),
+            *((GPT2, zero, {}, {"offload": "optimizer", "offload_dir": "scratch"}) for zero in (2, 3)),
+            *((GPT2, zero, {}, FP16) for zero in (2, 3)),
+            (LLAMA, 2, {"zero_reduce": "step"}, {"precision": "bf16"}),
+            (LLAMA, 3, {}, {"offload": "activations", "recompute": "full"}),
+            # How long gathered weights stay, and weights that come from the host. Two units use a tied embedding.
+            (GPT2, 3, {"zero_keep": "backward"}, {}),
+            (LLAMA, 3, {"zero_keep": "step"}, {"recompute": "full"}),
+            (GPT2, 3, {"zero_group": "2"}, {"offload": "optimizer+params", "offload_dir": "scratch"}),
+        ],
+        ranks_of(4, pp=2): [
+            # The first stage is only the embedding, the last only norm and output layer.
+            *(
+                (LLAMA, zero, {"schedule": "interleaved", "vp": 2, "pipeline_layout": "0,3,1,0"}, {"recompute": "full"})
+                for zero in (2, 3)
+            ),
+            *(
+                (GPT2, zero, {"zero_reduce": "step", "overlap_grad_reduce": False, "overlap_param_gather": False}, {})
+                for zero in (2, 3)
+            ),
+            *((GPT2, zero, {"schedule": "zb-v", "vp": 2}, FP16) for zero in (2, 3)),
+            (LLAMA, 3, {"schedule": "zb-h1"}, {"offload": "activations", "recompute": "full"}),
+            (LLAMA, 3, {"zero_keep": "backward"}, {}),
+            (GPT2, 3, {"zero_keep": "step", "schedule": "zb-v", "vp": 2}, {}),
+            (LLAMA, 3, {"schedule": "zb-h1"}, {"offload": "optimizer+params"}),
+        ],
+        ranks_of(4, tp=2): [
+            *((GPT2, zero, {"sequence_parallel": False}, {"z_loss": 0.1}) for zero in (2, 3)),
+            (LLAMA, 3, {}, {"offload": "optimizer+params", "recompute": "full"}),
+        ],
+        ranks_of(8, tp=2, pp=2): [(GPT2, 2, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"})],
+    }
+    # Tracing meets weights that are gathered and released; test_layouts.py has inductor's code.
+    compiled = [
+        (ranks_of(2), (jobs.llama(2), zero, {}, {"recompute": recompute}))
+        for zero, recompute in ((3, "full"), (3, "none"), (2, "none"))
+    ]
+    whole_depth = True
+    always = Feature.always | {"compiled": 1}
 
 
 # Gradients of bf16 have 8 bits, and a rounding for each of 8 samples; layouts round in another order.
@@ -124,13 +106,6 @@ def test_gradients_of_bf16(pool: WorkerPool, grid: tuple[int, int]) -> None:
         for name, expected in gradients.items():
             far = np.abs(held[name] - expected).max() / np.abs(expected).max()
             assert far < 0.02, f"{parallel}: {name}"
-
-
-def test_compiled_blocks(pool: WorkerPool) -> None:
-    """Tracing meets weights that are gathered and released; test_layouts.py has inductor's code."""
-    rows: list[tuple[int, dict[str, Any]]] = [(2, {}), (3, {}), (3, {"recompute": "full"})]
-    for zero, train in rows:
-        check_compiled(pool, 2, config(jobs.llama(2), zero, {}, **train))
 
 
 @pytest.mark.parametrize("zero", [2, 3])
