@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megalite.core.base.errors import UserError, step_range
+from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.core.mesh.collectives import waits
 from megalite.core.mesh.context import ParallelContext
@@ -20,6 +20,7 @@ from megalite.core.pipeline.executor import Executor
 from megalite.core.pipeline.observe import RANGE, Observer
 from megalite.core.pipeline.schedule import Op
 from megalite.runtime.options.run import Config
+from megalite.runtime.options.windows import step_range
 
 WAIT = "wait for a collective"
 
@@ -117,7 +118,7 @@ class StepProfiler:
         if self._snapshot:
             self._snapshot = False
             path = self.folder / f"memory_rank_{self.ctx.rank}.pickle"
-            with _warn_on_error(path):
+            with warn_on_error(path):
                 torch.cuda.memory._dump_snapshot(str(path))
                 logger.info(f"memory snapshot: {path} (https://pytorch.org/memory_viz)")
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -141,7 +142,7 @@ class StepProfiler:
         events = list(prof.events() or ())
         text = self.describe(ProfiledSteps(events, self._done, self._wall, self._read, self.ctx.rank, self.ctx.device))
         trace = self.folder / f"rank_{self.ctx.rank}.trace.json.gz"
-        with _warn_on_error(trace):
+        with warn_on_error(trace):
             prof.export_chrome_trace(str(trace))
             (self.folder / f"rank_{self.ctx.rank}.txt").write_text(text + "\n")
             logger.info(f"profile of {self._done} steps: {trace} (https://ui.perfetto.dev)")
@@ -150,7 +151,7 @@ class StepProfiler:
 
 
 @contextmanager
-def _warn_on_error(path: Path) -> Iterator[None]:
+def warn_on_error(path: Path) -> Iterator[None]:
     """Turn a failed write into a warning: a profile is not worth ending a run for."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

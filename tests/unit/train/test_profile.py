@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from megalite.core.base.errors import UserError, step_range
+from megalite.core.base.errors import UserError
 from megalite.extras.view.metrics import read_metrics
 from megalite.extras.view.phases import BACKWARD, FORWARD, PHASES
 from megalite.runtime.options.run import RunConfig
+from megalite.runtime.options.windows import step_range, step_windows
 from tests.ranks import run_ranks
 
 LAYERS, MICROBATCHES = 4, 4
@@ -32,6 +33,16 @@ def test_profiled_steps(given: str | None, steps: list[int]) -> None:
 def test_a_range_that_is_none_is_refused(given: str) -> None:
     with pytest.raises(UserError, match=r"--profile .*must be A:B"):
         RunConfig(profile=given)
+    with pytest.raises(UserError, match=r"--tensor-stats .*must be A:B"):
+        RunConfig(tensor_stats=f"1:2,{given}")
+
+
+def test_windows() -> None:
+    assert step_windows("--profile", None) == ()
+    assert step_windows("--profile", "10:13,13:14,100:103") == (range(10, 13), range(13, 14), range(100, 103))
+    for given in ("10:13,12:14", "10:13,2:4", "10:13,10:13"):
+        with pytest.raises(UserError, match="must be windows in order that share no step"):
+            step_windows("--profile", given)
 
 
 def read_table(path: Path) -> tuple[float, dict[str, tuple[float, float, int | None]]]:
