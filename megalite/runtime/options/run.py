@@ -90,6 +90,8 @@ class RunConfig:
     profile: str | None = None
     """Profile steps A to B - 1 (or of several windows, A:B,C:D): write a trace and a table of times per rank to
     RUN_DIR/profile."""
+    profiler: Literal["torch", "nsight"] = "torch"
+    """With --profile: torch's profiler, or NVTX ranges for nsys profile --capture-range=cudaProfilerApi (CUDA)."""
     tensor_stats: str | None = None
     """Write minimum, maximum, mean, deviation, NaN and Inf of every parameter, its gradient and each block's output to
     RUN_DIR/tensor_stats, at steps A to B - 1 (or of several windows)."""
