@@ -57,7 +57,7 @@ METAVARS = {
     "BACKEND|OP=BACKEND,...": "ops",
     "N,N*K,...": "pipeline_layout",
     "{full,node,N,dp/K}": "zero_group",
-    "{none,int8,topk:F,powersgd:R}": "compress",
+    "{none,int8,int8-stochastic,topk:F,threshold:F,powersgd:R}": "compress",
     "{latest,never,PATH}": "resume",
     "{factor: X}": "rope_scaling",
 }
