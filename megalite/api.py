@@ -18,6 +18,7 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.device import only_deterministic_kernels, pick_device
 from megalite.core.mesh.grid import Grid
 from megalite.core.mesh.rendezvous import check_adopted, group_timeout, init_process_group, shutdown, world_size
+from megalite.core.options.names import dashed
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.diagnose.memory import diagnosing_memory
 from megalite.extras.plan.auto import settle_layout
@@ -27,6 +28,7 @@ from megalite.runtime.checkpoint.hf.start import hf_model_config
 from megalite.runtime.data import Samples
 from megalite.runtime.loop.run import Run
 from megalite.runtime.options import cli
+from megalite.runtime.options.fields import TYPES
 from megalite.runtime.options.run import Config
 from megalite.runtime.recover.member import find_companion
 from megalite.runtime.start.start import open_run
@@ -37,22 +39,34 @@ def configure(**options: Any) -> Config:
 
     Args:
         options: `preset="llama-3.2-1b", tp=2, data=["0.7", "A", "0.3", "B"], shuffle=False`; None: not given. As on the
-            command line, `init_from_hf=DIR` also gives a model, and `config=FILE` options from a YAML file.
+            command line, `init_from_hf=DIR` also gives a model, `config=FILE` options from a YAML file, and words of
+            other tools are read: of their switches (`gradient_checkpointing=False`), False is what they are without.
 
     Raises:
         UserError: an option is unknown, the values do not fit together, or nothing fits with `layout="auto"`.
     """
-    words: list[str] = []
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            words += [f"--{flag}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
+    words = [word for name, value in options.items() for word in _spell(name, value)]
     parsed = cli.parse(words, read_model=hf_model_config, world=world_size(), dialect=DIALECT)
     only_prints = "print_config" if parsed.print_config else "dry_run" if parsed.dry_run else ""
     require(not only_prints, f"{only_prints}=True", "prints and trains nothing", "drop it")
     return settle_layout(parsed)
+
+
+def _spell(name: str, value: Any) -> list[str]:
+    """Write an option as words of a command line."""
+    flag, is_switch = dashed(name), TYPES.get(name) is bool
+    if value is None:
+        return []
+    if not isinstance(value, bool):
+        return [f"--{flag}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
+    if is_switch:
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    # Those of other tools, and what to print in place of training, are off unless given: they have no --no-.
+    computed = {name for name, option in DIALECT.computed.items() if option.hint is bool}
+    if not value and (flag in {*DIALECT.switches, *computed} or getattr(DIALECT.start(), name, None) is False):
+        return []
+    takes_value = name in TYPES or flag in {"fsdp", *DIALECT.renamed, *DIALECT.computed} - computed
+    return [f"--{flag}" if value and not takes_value else f"--{flag}={value}"]
 
 
 def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | None = None) -> Run:

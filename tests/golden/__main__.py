@@ -33,6 +33,7 @@ def main() -> int:
             re.escape(str(checkout)): "CHECKOUT",
             r"(?m)^ops: .*": "ops: ...",
             r"tfevents\S+": "tfevents...",
+            r"\.\d{19}\.pt\.trace": "....pt.trace",
         }
         differs = False
         for name, path in paths.items():

@@ -175,7 +175,10 @@ _PARTS: dict[str, tuple[int, str]] = {
     "loss-chunk": (1, "--loss-chunk 8 --z-loss 1e-3"),
     "label-smoothing": (2, "--label-smoothing 0.1 --tp 2"),
     "micro-batches": (2, "--micro-batch-size 2 --pp 2"),
-    **{f"compress-{way}": (2, f"--compress {way}") for way in ("int8", "topk:0.1", "powersgd:2")},
+    **{
+        f"compress-{way}": (2, f"--compress {way}")
+        for way in ("int8", "int8-stochastic", "topk:0.1", "threshold:0.5", "powersgd:2")
+    },
     "compress-zero0": (4, "--compress int8 --zero 0 --tp 2"),
     "offload": (1, "--offload optimizer"),
     "offload-dir": (2, "--offload optimizer --offload-dir scratch --zero 2"),

@@ -19,7 +19,9 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.ops.choose import OPS
 from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.extras.view.metrics import read_metrics
 from tests.parity import jobs
+from tests.ranks import run_ranks
 
 DEVICE = os.environ.get("MEGALITE_TEST_DEVICE", "cuda")
 pytestmark = [
@@ -139,3 +141,17 @@ def test_attention_is_the_one_asked_for(attention: str, kernel: str) -> None:
     names = " ".join(event.key.lower() for event in prof.key_averages())
     assert kernel in names, names
     np.testing.assert_allclose(got[:, 0], train("cpu", model=model)[:, 0], rtol=1e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NVTX ranges need a CUDA build of torch and a device")
+def test_ranges_for_nsight_change_no_figure(tmp_path: Path) -> None:
+    """Without nsys around it nobody reads them: that they begin and end is all that shows here."""
+    size = ["--num-layers", "2", "--hidden-size", "64", "--num-heads", "4", "--seq-len", "32", "--vocab-size", "96"]
+    flags = [*size, "--mock-data", "--train-steps", "3", "--global-batch-size", "2", "--device", "cuda"]
+    plain, marked = (tmp_path / name for name in ("plain", "marked"))
+    for folder, more in ((plain, []), (marked, ["--profile", "2:3", "--profiler", "nsight"])):
+        (left,) = run_ranks([*flags, *more, "--run-dir", str(folder)])
+        assert left.code == 0, left.err
+    losses = [[line["loss"] for line in read_metrics(folder)[0]] for folder in (plain, marked)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert not (marked / "profile").exists()

@@ -59,10 +59,21 @@ def test_loss_and_bits(pool: WorkerPool) -> None:
     assert repeated[2] == pytest.approx(int8[:8], rel=1e-5)
 
 
+@pytest.mark.full
+def test_loss_and_bits_of_signs_and_of_chance(pool: WorkerPool) -> None:
+    names = ("int8-stochastic", "threshold:0.5")
+    runs = [(config(name), 100) for name in names]
+    by_chance, threshold, *again = pool.run(2, losses, [*runs, *((cfg, 8) for cfg, _ in runs)], 2)[0]
+    (none,) = losses(0, [(config("none"), 100)], 1)
+    assert again == [by_chance[:8], threshold[:8]]
+    assert np.mean(by_chance[-20:]) == pytest.approx(np.mean(none[-20:]), rel=0.01)
+    assert np.mean(threshold[-20:]) < 1.12 * np.mean(none[-20:]) < 0.6 * none[0]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--compress topk:0", "must be none, int8, topk:F with 0 < F"),
+        ("--compress topk:0", "must be none, int8, int8-stochastic, topk:F with 0 < F"),
         ("--compress powersgd:1.5", "or powersgd:R with a whole number R"),
         ("--compress int8 --grad-reduce-dtype bf16", "have a format of their own"),
         ("--compress int8 --zero 2", "--zero 2"),

@@ -83,7 +83,7 @@ def test_it_is_planned_and_named_in_errors() -> None:
     with added():
         coded, plain = (_planned(name) for name in ("mantissa", "none"))
         assert coded > plain
-        with pytest.raises(UserError, match="must be none, int8, mantissa, topk:F"):
+        with pytest.raises(UserError, match="must be none, int8, mantissa, int8-stochastic, topk:F"):
             _planned("mantissa:3")
 
 

@@ -76,13 +76,3 @@ def in_range(options: Any, names: str, low: float, high: float, *, above: bool =
         rule = f"must be {'more than' if above else 'at least'} {low} and {top}"
         ok = value is None or (low < value if above else low <= value) and value < high
         require(ok, f"{flag} {value}", rule, "use a value in that range")
-
-
-def step_range(flag: str, given: str | None) -> range:
-    """Parse the half-open step range of an A:B option (B excluded); empty for None."""
-    if given is None:
-        return range(0)
-    first, colon, end = given.partition(":")
-    ok = bool(colon) and first.isdecimal() and end.isdecimal() and 1 <= int(first) < int(end)
-    require(ok, f"{flag} {given}", "must be A:B with 1 <= A < B, for steps A to B - 1", f"write {flag} 10:13")
-    return range(int(first), int(end))

@@ -63,7 +63,8 @@ class TrainConfig:
     """Data type in which gradients are accumulated over micro-batches; bf16 (also reduced in bf16) saves 2 bytes per
     parameter and loses digits."""
     compress: str = "none"
-    """Compress gradients over dp: int8 (recommended), topk:F (keep a fraction F) or powersgd:R (rank R)."""
+    """Compress gradients over dp: int8 (recommended), int8-stochastic (unbiased), topk:F (keep a fraction F),
+    threshold:F (signs from F of the largest on) or powersgd:R (rank R)."""
 
     offload: Literal["none", "optimizer", "optimizer+params", "activations"] = "none"
     """What to keep in host memory: nothing, optimizer state (updated on the CPU), optimizer state and weights, or

@@ -48,7 +48,8 @@ METAVARS = {
     "TYPE ...": "layer_types",
     "[WEIGHT] PREFIX ...": "data valid_data",
     "W,W,W": "split",
-    "A:B": "record_schedule profile",
+    "A:B": "record_schedule",
+    "A:B,...": "profile tensor_stats",
     "STEP:SIZE ...": "batch_size_schedule",
     "SECONDS": "watchdog_timeout",
     "NAME": "preset",
@@ -56,7 +57,7 @@ METAVARS = {
     "BACKEND|OP=BACKEND,...": "ops",
     "N,N*K,...": "pipeline_layout",
     "{full,node,N,dp/K}": "zero_group",
-    "{none,int8,topk:F,powersgd:R}": "compress",
+    "{none,int8,int8-stochastic,topk:F,threshold:F,powersgd:R}": "compress",
     "{latest,never,PATH}": "resume",
     "{factor: X}": "rope_scaling",
 }

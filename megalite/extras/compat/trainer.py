@@ -56,7 +56,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 TRAINED: dict[str, Any] = {"lr": 5e-5, "lr_decay": "linear", "weight_decay": 0.0, "beta2": 0.999}
 """Our option -> their default, where it differs and changes what is trained."""
 
-_NEUTRAL = {"max-steps": "-1"}
+_NEUTRAL = {"max-steps": "-1", "fsdp": "False"}
 """Their flag -> the value that says that it is not given."""
 
 _BOOLEANS = {*SWITCHES, "bf16", "fp16"}
@@ -144,7 +144,7 @@ def _means_otherwise(flag: str, text: str, names: Set[str]) -> str:
 
 def _sharding(text: str) -> list[Flag] | None:
     """Return the flags of a word of `--fsdp`; units of wrapping are always the blocks. None: it is none of them."""
-    given = [word for word in text.split() if word != "auto_wrap"]
+    given = [word.replace("True", "full_shard") for word in text.split() if word != "auto_wrap"]
     if not given:
         return []
     sharding = [word for word in given if word in _FSDP]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megalite.core.base.errors import UserError
@@ -24,6 +25,7 @@ from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.names import step_folders
 from megalite.runtime.record.fp8_amax import Fp8Amax
 from megalite.runtime.record.step_record import log_batch_size, step_record
+from megalite.runtime.record.tensor_stats import TensorStats
 from megalite.runtime.recover.hub import UNFINISHED
 from megalite.runtime.recover.local_gradients import LocalGradients
 from megalite.runtime.recover.replay import is_bad, replay
@@ -48,6 +50,7 @@ class Progress:
         stragglers: compares the ranks' own times.
         fp8_amax: follows the inputs of FP8 products.
         experts: warns of experts that nobody uses.
+        tensors: statistics of `--tensor-stats`, and what was not finite first.
         gradients: what tells faults of hardware from bad data; None without `--recover`.
         begun: step after which this process started.
         saved_at: step of the last save.
@@ -60,6 +63,7 @@ class Progress:
     stragglers: StragglerReport
     fp8_amax: Fp8Amax
     experts: ExpertWatch
+    tensors: TensorStats
     begun: int
     saved_at: int
     started: float
@@ -107,7 +111,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     if not run.recovered:
         log_plan(run)
     engine = run.engine
-    watches = StragglerReport(engine.ctx), Fp8Amax(engine), ExpertWatch(engine.cfg.model)
+    watches = StragglerReport(engine.ctx), Fp8Amax(engine), ExpertWatch(engine.cfg.model), TensorStats(engine)
     progress = Progress(*watches, run.step, saved_at, stop=run.only_saves, started=run.companion.began)
     progress.gradients = LocalGradients(engine) if run.copies else None
     with closing(PeriodicCollector()) as garbage:
@@ -191,8 +195,10 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     stop = run.stop_asked or progress.is_over(engine.cfg.run.max_minutes) or (every > 0 and step % every == 0)
     scalars = {**engine.optimizer.scalars(), **engine.scaler.scalars()}
 
+    train = partial(train_step, engine, batch, step, stop=stop, failed=failure is not None, loss_limit=run.spikes.limit)
+
     def once() -> StepResult:
-        return train_step(engine, batch, step, stop=stop, failed=failure is not None, loss_limit=run.spikes.limit)
+        return progress.tensors.watch(step, train)
 
     if progress.gradients is not None:
         progress.gradients.start()
@@ -299,7 +305,8 @@ def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
         logger.info(f"loss {result.loss:.4f} of step {run.step} is a spike: update skipped")
         run.metrics.event("spike", step=run.step, loss=result.loss, limit=run.spikes.limit)
     elif result.skipped:
-        logger.info(f"gradients of step {run.step} are not finite: update skipped")
+        first = f"; first: {progress.tensors.first_bad}" if progress.tensors.first_bad else ""
+        logger.info(f"gradients of step {run.step} are not finite: update skipped{first}")
     else:
         run.spikes.accept(result.loss)
     progress.bad_steps = progress.bad_steps + 1 if is_bad(run, result) else 0

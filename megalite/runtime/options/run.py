@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megalite.core.base.errors import in_range, require, step_range
+from megalite.core.base.errors import in_range, require
 from megalite.core.options.names import dashed
 from megalite.core.options.step import StepConfig
 from megalite.runtime.base.urls import cached_at, check_local, check_url, check_user, is_url
 from megalite.runtime.options.data import DataConfig
+from megalite.runtime.options.windows import step_range, step_windows
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,13 @@ class RunConfig:
     record_schedule: str | None = None
     """Record the times of all pipeline operations of steps A to B - 1 in RUN_DIR/schedule (see megalite schedule)."""
     profile: str | None = None
-    """Profile steps A to B - 1: write a trace and a table of times per rank to RUN_DIR/profile."""
+    """Profile steps A to B - 1 (or of several windows, A:B,C:D): write a trace and a table of times per rank to
+    RUN_DIR/profile."""
+    profiler: Literal["torch", "nsight"] = "torch"
+    """With --profile: torch's profiler, or NVTX ranges for nsys profile --capture-range=cudaProfilerApi (CUDA)."""
+    tensor_stats: str | None = None
+    """Write minimum, maximum, mean, deviation, NaN and Inf of every parameter, its gradient and each block's output to
+    RUN_DIR/tensor_stats, at steps A to B - 1 (or of several windows)."""
     memory_snapshot: bool = False
     """CUDA: record every allocation; write RUN_DIR/profile/memory_rank_N.pickle at the end or when out of memory."""
     calibration: str | None = None
@@ -135,7 +142,8 @@ class RunConfig:
         check_url("--init-from-hf", str(self.init_from_hf))
         check_local("--calibration", self.calibration)
         step_range("--record-schedule", self.record_schedule)
-        step_range("--profile", self.profile)
+        step_windows("--profile", self.profile)
+        step_windows("--tensor-stats", self.tensor_stats)
 
     @property
     def evaluates(self) -> bool:
@@ -192,10 +200,10 @@ class Config(StepConfig):
             f"no step up to --train-steps {self.train.train_steps} but the last is both evaluated and saved",
             "let --save-every be a multiple of --eval-every",
         )
-        for flag, asked in (("--profile", self.run.profile), ("--record-schedule", self.run.record_schedule)):
-            steps, last = step_range(flag, asked), self.train.train_steps
+        for name in ("profile", "tensor_stats", "record_schedule"):
+            flag, asked, last = f"--{dashed(name)}", getattr(run, name), self.train.train_steps
             require(
-                asked is None or steps.start <= last,
+                all(steps.start <= last for steps in step_windows(flag, asked)),
                 f"{flag} {asked}",
                 f"starts after the last of --train-steps {last}",
                 "choose earlier steps",

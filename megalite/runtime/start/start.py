@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megalite.core.base.dtypes import DTYPES
-from megalite.core.base.errors import step_range
 from megalite.core.base.log import logger, setup_logging
 from megalite.core.engine import Engine
 from megalite.core.mesh.agree import agree, check_equal
@@ -43,6 +42,7 @@ from megalite.runtime.loop.spike import SpikeDetector
 from megalite.runtime.options import cli
 from megalite.runtime.options.fields import by_group
 from megalite.runtime.options.run import Config
+from megalite.runtime.options.windows import step_range
 from megalite.runtime.places.downloads import bring_tree
 from megalite.runtime.places.names import step_folders
 from megalite.runtime.record.gpu_readings import GpuReadings

@@ -23,7 +23,9 @@ from megalite.core.optim.shares import Sharding
 from megalite.core.options.compression import CODECS, Gradients, read_compression
 from megalite.core.options.optim import OptimConfig
 from megalite.core.parts.codecs.int8 import INT8_BLOCK, dequantize, quantize
+from megalite.core.parts.codecs.int8_stochastic import noise
 from megalite.core.parts.codecs.powersgd import PowerSGD, orthonormalize
+from megalite.core.parts.codecs.threshold import THRESHOLD_BLOCK, pack, to_signs, unpack
 from megalite.core.parts.codecs.topk import TopK, largest
 from megalite.core.sharding import Layout, ParamSpec, Shard
 from megalite.core.sharding.parameter import ShardedParameter
@@ -36,7 +38,7 @@ from tests.workers import WorkerPool
 CPU = torch.device("cpu")
 SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (30, 11), "b.weight": (40, 30), "c.bias": (30,)}
 STEPS, SCALE, WORLD = 4, 64.0, 3
-SPECS = ("int8", "topk:0.1", "powersgd:2")
+SPECS = ("int8", "int8-stochastic", "topk:0.1", "threshold:0.5", "powersgd:2")
 # So large that messages, and not their padding, are what counts.
 WIDE: dict[str, tuple[int, ...]] = {"a.weight": (60, 110), "b.weight": (200, 160), "c.bias": (60,)}
 Grads = dict[str, np.ndarray]
@@ -56,6 +58,54 @@ def test_int8_rounds_to_even_and_keeps_zeros() -> None:
     for tiny in (1e-45, 2.2e-43):
         codes, scales = quantize(torch.full((1, 3), tiny))
         assert dequantize(codes[0], scales[0]).isfinite().all()
+
+
+def test_rounding_by_chance_is_right_on_average() -> None:
+    """The mean of 2,000 roundings lies within 5 of its standard errors; nearest rounding is off by 0.3."""
+    target = torch.tensor([0.3, -0.3, 0.5, 12.7, -126.1, 1.0, 0.0])
+    x = torch.cat([torch.tensor([127.0]), target])
+    total, times = torch.zeros(8, dtype=torch.float64), 2000
+    for i in range(times):
+        codes, scales = quantize(x[None], noise(x * (1 + i), 0)[None])
+        assert scales.item() == 1.0
+        total += codes[0]
+    mean = total / times
+    assert mean[0] == 127
+    assert mean[-2:].tolist() == [1.0, 0.0], "what 8 bits hold stays"
+    share = (x - x.floor()).double()
+    error = (share * (1 - share) / times).sqrt()
+    assert ((mean - x).abs() <= 5 * error + 1e-6).all()
+    assert (quantize(x[None])[0][0] - x).abs().max() > 0.29
+
+
+def test_chance_is_uniform_and_another_on_each_rank_and_for_each_gradient() -> None:
+    x = torch.from_numpy(philox(2, "noise").standard_normal(40_000, dtype=np.float32))
+    other = x.clone()
+    other[17] += 1e-3
+    draws = [noise(x, 0), noise(x, 1), noise(other, 0), noise(x.flip(0), 0)]
+    assert torch.equal(draws[0], noise(x.clone(), 0))
+    for draw in draws:
+        assert draw.min() >= 0
+        assert draw.max() < 1
+        # 20 bins of 2,000: chi-squared with 19 degrees of freedom is above 50 once in 7,000.
+        assert ((draw.histc(20, 0, 1) - 2000).square() / 2000).sum() < 50
+    assert torch.corrcoef(torch.stack(draws)).triu(1).abs().max() < 0.025
+    assert abs(torch.corrcoef(torch.stack([draws[0][1:], draws[0][:-1]]))[0, 1]) < 0.025
+
+
+def test_signs_from_a_threshold_on_travel_in_two_bits() -> None:
+    rows = torch.tensor([[4.0, -2.0, 1.9, -6.0, 0.0], [0.0] * 5])
+    rows[0] /= 1.5
+    signs, magnitudes = to_signs(rows, 0.5)
+    assert signs.tolist() == [[1, 0, 0, -1, 0], [0] * 5]
+    assert magnitudes.flatten().tolist() == pytest.approx([5 / 1.5, 0.0])
+    assert to_signs(rows, 1 / 3)[0].tolist()[0] == [1, -1, 0, -1, 0], "the threshold itself travels"
+    packed = pack(signs)
+    assert (packed.shape, packed.dtype) == ((2, 2), torch.uint8)
+    assert packed[0].tolist() == [2 | 1 << 2 | 1 << 4 | 0 << 6, 1]
+    for n in (1, 4, 7, 64):
+        values = torch.from_numpy(philox(1, n).integers(-1, 2, (3, n)).astype(np.int8))
+        assert torch.equal(torch.stack([unpack(row, n) for row in pack(values)]), values)
 
 
 def test_of_equal_elements_the_first_are_sent_and_the_rest_waits() -> None:
@@ -120,16 +170,19 @@ def test_every_codec_reads_its_argument_and_no_other() -> None:
         kept, within = compression.memory(Gradients(1000, 400, 600, [(20, 30)]))
         assert kept >= 0 < within
         assert compression.element_bytes < 4
-    rule = "must be none, int8, topk:F with 0 < F <= 1, or powersgd:R with a whole number R of at least 1"
+    forms = "int8, int8-stochastic, topk:F with 0 < F <= 1, threshold:F with 0 < F <= 1"
+    rule = f"must be none, {forms}, or powersgd:R with a whole number R of at least 1"
     arguments = {
         "int8": ("", "1"),
+        "int8-stochastic": ("", "1"),
         "topk": ("", "0", "1.5"),
+        "threshold": ("", "0", "1.5"),
         "powersgd": ("", "0", "1.5"),
         "none": ("1",),
         "zip": ("1",),
     }
     wrongs = [f"{name}:{argument}" for name, given in arguments.items() for argument in given]
-    for wrong in ("", "topk", "powersgd", *wrongs):
+    for wrong in ("", "topk", "threshold", "powersgd", *wrongs):
         with pytest.raises(UserError, match=re.escape(f"--compress {wrong}: {rule}")):
             read_compression(wrong)
 
@@ -197,6 +250,29 @@ def int8_twin(rows: np.ndarray) -> np.ndarray:
     return out
 
 
+def stochastic_twin(row: np.ndarray, rank: int) -> np.ndarray:
+    """What a rank's [n] becomes on the way, given its noise (whose own tests are above)."""
+    random, out = noise(torch.from_numpy(row), rank).numpy(), np.empty_like(row)
+    share = len(row) // WORLD
+    for at in (r * share + b for r in range(WORLD) for b in range(0, share, INT8_BLOCK)):
+        part = slice(at, min(at + INT8_BLOCK, (at // share + 1) * share))
+        scale = np.float32(np.abs(row[part]).max() / np.float32(127)) or np.float32(1)
+        out[part] = np.clip(np.floor(row[part] / scale + random[part]), -127, 127) * scale
+    return out
+
+
+def threshold_twin(rows: np.ndarray, fraction: float) -> np.ndarray:
+    out = np.zeros_like(rows)
+    for row, sent in zip(rows, out):
+        for at in range(0, len(row), THRESHOLD_BLOCK):
+            block = row[at : at + THRESHOLD_BLOCK]
+            chosen = [i for i, x in enumerate(block) if x and abs(x) >= fraction * np.abs(block).max()]
+            size = np.mean([abs(block[i]) for i in chosen]) if chosen else 0
+            for i in chosen:
+                sent[at + i] = size if block[i] > 0 else -size
+    return out
+
+
 def topk_twin(rows: np.ndarray, fraction: float) -> np.ndarray:
     out = np.zeros_like(rows)
     for row, sent in zip(rows, out):
@@ -230,10 +306,17 @@ def twin(compress: str, numel: int, starts: dict[str, tuple[int, int]]) -> tuple
                     assert x is not mean
             left = [x - mean for x, mean in zip(inputs, means)]
         else:
-            change = int8_twin if name == "int8" else lambda x: topk_twin(x, float(number))
-            sent = [change(x.reshape(WORLD, -1)).ravel() for x in inputs]
+            by_share = {
+                "int8": int8_twin,
+                "topk": lambda x: topk_twin(x, float(number)),
+                "threshold": lambda x: threshold_twin(x, float(number)),
+            }
+            if name == "int8-stochastic":
+                sent = [stochastic_twin(x, rank) for rank, x in enumerate(inputs)]
+            else:
+                sent = [by_share[name](x.reshape(WORLD, -1)).ravel() for x in inputs]
             total = np.sum(sent, 0)
-            left = [x - s if name == "topk" else 0 * x for x, s in zip(inputs, sent)]
+            left = [x - s if number else 0 * x for x, s in zip(inputs, sent)]
         totals.append(total)
     return totals, left
 
@@ -243,7 +326,9 @@ def formula(compress: str, numel: int, zero: int) -> int:
     name, _, number = compress.partition(":")
     share, others = numel // WORLD, WORLD - 1
     gather = 0 if zero else others * 4 * share
-    if name == "int8":
+    if name == "threshold":
+        return others * (-(-share // 4) + 4 * -(-share // THRESHOLD_BLOCK)) + gather
+    if name.startswith("int8"):
         return others * (share + 4 * -(-share // INT8_BLOCK)) + gather
     if name == "topk":
         return others * 8 * round(float(number) * share) + gather
@@ -275,7 +360,7 @@ def test_sums_residuals_and_bytes_are_those_of_numpy(pool: WorkerPool, compress:
                 assert zero or np.array_equal(got, ranks[0][0][step][name])
             assert seen.all()
     for (_, got, *_), expected in zip(ranks, left):
-        assert (got is None) == (compress == "int8")
+        assert (got is None) == compress.startswith("int8")
         if got is not None:
             np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
 

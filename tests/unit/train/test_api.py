@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,37 @@ def test_options_are_those_of_the_command_line() -> None:
         megalite.configure(dry_run=True)
     assert megalite.configure(tensor_model_parallel_size=2, num_heads=4).parallel.tp == 2
     assert megalite.configure(rope_scaling={"factor": 4.0}).model.rope_scaling.factor == 4.0  # type: ignore[union-attr]
+
+
+OFF = (
+    *("gradient_checkpointing", "bf16", "fp16", "torch_compile", "load_best_model_at_end", "do_train", "fsdp"),
+    *("swiglu", "use_distributed_optimizer", "no_load_optim", "print_config", "ignore_megatron_flags"),
+)
+
+
+def test_switches_of_other_tools_may_be_off() -> None:
+    """False is what they are without, also for what is taken from their tool's defaults."""
+    options: dict[str, Any] = {"vocab_size": 90, "mock_data": True}
+    plain = megalite.configure(**options)
+    for name in OFF:
+        assert megalite.configure(**options, **{name: False}) == plain, name
+    assert megalite.configure(**options, resume_from_checkpoint=False).run.resume == "never"
+    assert megalite.configure(**options, resume_from_checkpoint=True).run.resume == "latest"
+    assert megalite.configure(**options, gradient_checkpointing=True).train.recompute == "full"
+    assert megalite.configure(**options, fsdp=True).parallel.zero == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("nonsense", "--nonsense False: is an unknown flag"),
+        ("ignore_data_skip", "--ignore-data-skip False: is a name of the Hugging Face Trainer"),
+        ("recompute", "--recompute False: must be one of none, selective, full"),
+    ],
+)
+def test_false_of_what_is_no_switch(option: str, says: str) -> None:
+    with pytest.raises(megalite.UserError, match=re.escape(says)):
+        megalite.configure(vocab_size=90, mock_data=True, **{option: False})
 
 
 def test_a_step_takes_arrays_and_tensors(tmp_path: Path) -> None:

@@ -79,6 +79,21 @@ def test_a_step_is_evaluated_before_it_is_saved(data: str, tmp_path: Path, monke
         assert found == expected
 
 
+def test_a_skipped_step_names_what_was_not_finite_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output where statistics are on; else a gradient, the first on the way back."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest keeps its own handlers
+    scale = ["--precision", "fp16", "--initial-loss-scale", str(2.0**40)]
+    run_of(["--mock-data", "--train-steps", "2", *scale, "--tensor-stats", "2:3"], tmp_path)
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    for step in (1, 2):
+        assert f"gradients of step {step} are not finite: update skipped; first: lm_head.weight.grad\n" in log
+    (path,) = (tmp_path / "tensor_stats").iterdir()
+    assert path.name == "step_2.jsonl"
+    lines = {line["name"]: line for line in map(json.loads, path.read_text().splitlines())}
+    assert lines["lm_head.weight.grad"]["nan"] + lines["lm_head.weight.grad"]["inf"] > 0
+    assert lines["layers.0.output"]["std"] > 0
+
+
 def test_garbage_is_collected_at_set_steps_only() -> None:
     seen: list[str] = []
     collection = PeriodicCollector()

@@ -10,13 +10,19 @@ from typing import Any
 
 import pytest
 
-from megalite.core.base.errors import UserError, step_range
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
 from megalite.extras.view.metrics import read_metrics
 from megalite.extras.view.phases import BACKWARD, FORWARD, PHASES
+from megalite.runtime.options import cli
 from megalite.runtime.options.run import RunConfig
+from megalite.runtime.options.windows import step_range, step_windows
+from megalite.runtime.record.profile import StepProfiler
 from tests.ranks import run_ranks
 
 LAYERS, MICROBATCHES = 4, 4
+# What TensorBoard's profiler plugin looks for: worker, and time (torch_tb_profiler/consts.py).
+TENSORBOARD = r"^(.*?)(\.\d+)?\.pt\.trace\.json(?:\.gz)?$"
 TINY = [
     *["--device", "cpu", "--mock-data", "--seq-len", "32", "--hidden-size", "32", "--num-heads", "4"],
     *["--num-layers", str(LAYERS), "--micro-batch-size", "2", "--global-batch-size", "8", "--vocab-size", "96"],
@@ -32,6 +38,16 @@ def test_profiled_steps(given: str | None, steps: list[int]) -> None:
 def test_a_range_that_is_none_is_refused(given: str) -> None:
     with pytest.raises(UserError, match=r"--profile .*must be A:B"):
         RunConfig(profile=given)
+    with pytest.raises(UserError, match=r"--tensor-stats .*must be A:B"):
+        RunConfig(tensor_stats=f"1:2,{given}")
+
+
+def test_windows() -> None:
+    assert step_windows("--profile", None) == ()
+    assert step_windows("--profile", "10:13,13:14,100:103") == (range(10, 13), range(13, 14), range(100, 103))
+    for given in ("10:13,12:14", "10:13,2:4", "10:13,10:13"):
+        with pytest.raises(UserError, match="must be windows in order that share no step"):
+            step_windows("--profile", given)
 
 
 def read_table(path: Path) -> tuple[float, dict[str, tuple[float, float, int | None]]]:
@@ -47,13 +63,13 @@ def read_table(path: Path) -> tuple[float, dict[str, tuple[float, float, int | N
 
 
 def test_every_rank_has_a_trace_and_its_time_by_phase(tmp_path: Path) -> None:
-    flags = ["--tp", "1", "--pp", "2", "--profile", "2:4", "--record-schedule", "3:4", "--eval-every", "2"]
-    left = run_ranks([*TINY, *flags, "--train-steps", "4", "--eval-steps", "1", "--run-dir", str(tmp_path)], 2)
+    flags = ["--tp", "1", "--pp", "2", "--profile", "2:4,5:6", "--record-schedule", "3:4", "--eval-every", "2"]
+    left = run_ranks([*TINY, *flags, "--train-steps", "5", "--eval-steps", "1", "--run-dir", str(tmp_path)], 2)
     assert [rank.code for rank in left] == [0, 0], left
     steps, _ = read_metrics(tmp_path)
-    assert [s["step"] for s in steps] == [1, 2, 3, 4]
+    assert [s["step"] for s in steps] == [1, 2, 3, 4, 5]
     for rank in range(2):
-        wall, table = read_table(tmp_path / f"profile/rank_{rank}.txt")
+        wall, table = read_table(tmp_path / f"profile/rank_{rank}_step_2.txt")
         assert set(table) == set(PHASES)
         # What a step consists of, nothing twice: evaluation between the two steps is not in it.
         assert sum(row[0] for row in table.values()) == pytest.approx(wall, rel=0.01, abs=0.1)
@@ -64,11 +80,22 @@ def test_every_rank_has_a_trace_and_its_time_by_phase(tmp_path: Path) -> None:
         assert table["attention"][0] > 0
         assert table["optimizer"][0] > 0
         assert table["collectives"][0] > 0
-        events = trace(tmp_path / f"profile/rank_{rank}.trace.json.gz")
+        first, second = sorted((tmp_path / "profile").glob(f"rank_{rank}.*.pt.trace.json.gz"))
+        found = re.match(TENSORBOARD, first.name)
+        assert found, first.name
+        assert found[1] == f"rank_{rank}"
+        events = trace(first)
         names = {e.get("name") for e in events}
         assert {"step: 2", "step: 3", "step: optimizer"} <= names
         assert not names & {"step: 1", "step: 4"}
-        assert len([e for e in events if str(e.get("name")).startswith("step: F ")]) == 2 * MICROBATCHES
+        for kind in ("F", "[BI]"):
+            assert sum(bool(re.match(f"step: {kind} ", str(e.get("name")))) for e in events) == 2 * MICROBATCHES
+        # The other window.
+        names = {e.get("name") for e in trace(second)}
+        assert {"step: 5", "step: optimizer"} <= names
+        assert not names & {"step: 3", "step: 4"}
+        alone = (tmp_path / f"profile/rank_{rank}_step_5.txt").read_text()
+        assert alone.startswith(f"rank {rank} on cpu: 1 steps of ")
     # The other recorder of operations was at work inside the second of the steps.
     recorded = (tmp_path / "schedule/pipeline_rank_1.jsonl").read_text().splitlines()
     assert json.loads(recorded[1])["step"] == 3
@@ -79,6 +106,7 @@ def test_every_rank_has_a_trace_and_its_time_by_phase(tmp_path: Path) -> None:
         assert f"[rank {rank}] INFO profile of 2 steps: " in log
     # Only rank 0 speaks on the console, but for warnings.
     assert "profile of 2 steps" in left[0].err
+    assert "profile of 1 steps" in left[0].err
     assert "profile of 2 steps" not in left[1].err
 
 
@@ -96,10 +124,17 @@ def trace(path: Path) -> list[dict[str, Any]]:
         return list(json.load(f)["traceEvents"])
 
 
-def test_a_memory_snapshot_needs_cuda(tmp_path: Path) -> None:
-    (left,) = run_ranks([*TINY, "--train-steps", "1", "--memory-snapshot", "--run-dir", str(tmp_path)])
-    assert left.code == 2
-    assert left.errors == [
-        "error: --memory-snapshot on cpu: records the allocations of CUDA, which this device does not use; "
-        "drop the flag, or run with --device cuda"
-    ]
+@pytest.mark.parametrize(
+    ("flags", "does"),
+    [
+        ("--memory-snapshot", "records the allocations of CUDA"),
+        ("--profile 1:2 --profiler nsight", "marks the steps for a profiler of CUDA"),
+    ],
+)
+def test_what_needs_cuda(flags: str, does: str) -> None:
+    cfg = cli.parse([*TINY, *flags.split()]).config
+    with pytest.raises(UserError) as error:
+        StepProfiler(cfg, ParallelContext.single())
+    flag = flags.removeprefix("--profile 1:2 ")
+    remedy = "drop the flag, or run with --device cuda"
+    assert str(error.value) == f"{flag} on cpu: {does}, which this device does not use; {remedy}"

@@ -29,14 +29,22 @@ class Int8(ExchangeCodec):
         total += dequantize(codes.view(torch.int8), scales.view(torch.float32))
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize rows [d, n] to int8 codes [d, n] and fp32 scales [d, blocks]: absmax / 127, rounded to nearest even."""
+def quantize(x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantize rows [d, n] to int8 codes [d, n] and fp32 scales [d, blocks]: absmax / 127.
+
+    Codes are rounded to nearest even, or down after adding `noise`, fp32 [d, n] in [0, 1).
+    """
     rows, n = x.shape
-    blocks = torch.nn.functional.pad(x, (0, -n % INT8_BLOCK)).view(rows, -1, INT8_BLOCK)
+    blocks = _blocks(x)
     scales = blocks.abs().amax(2) / 127
     # For denormals the scale may round down, even to 0.
-    codes = (blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(2)).round_().clamp_(-127, 127)
+    codes = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(2)
+    codes = (codes.round_() if noise is None else codes.add_(_blocks(noise)).floor_()).clamp_(-127, 127)
     return codes.to(torch.int8).view(rows, -1)[:, :n].contiguous(), scales
+
+
+def _blocks(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % INT8_BLOCK)).view(len(x), -1, INT8_BLOCK)
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:

@@ -1,0 +1,48 @@
+"""`--compress int8-stochastic`: 8 bits as `int8`, rounded up or down by chance, so that no sum of them is biased."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.core.mesh.context import Axis
+from megalite.core.ops.mixing import mix_
+from megalite.core.optim.codec import BucketParam
+from megalite.core.parts.codecs.int8 import Int8, Int8Compression, quantize
+
+
+class StochasticInt8(Int8):
+    """`Int8` whose codes are right in expectation (QSGD: Alistarh et al. 2017, section 3.1).
+
+    The random bits are a hash of the gradient's own bits, the rank and the element's place: they differ from step to
+    step and from rank to rank, and nothing is kept for the same command, or a resumed one, to give the same bits.
+    """
+
+    def _send(self, x: Tensor) -> None:
+        codes, scales = quantize(x.view(self.axis.size, -1), noise(x, self.axis.rank).view(self.axis.size, -1))
+        self._send_rows(torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), 1))
+
+
+def noise(x: Tensor, rank: int) -> Tensor:
+    """Return a number in [0, 1) for each element of `x`, flat fp32 [n]: fp32 [n], uniform in steps of 2^-24."""
+    places = torch.arange(len(x), dtype=torch.int32, device=x.device) * -0x61C8864F
+    # Of all bits, as one that differs is another gradient; a sum of integers does not depend on its order.
+    seed = (mix_(x.view(torch.int32) ^ places).sum() + rank & 0x7FFFFFFF).int().view(1)
+    return (mix_(mix_(seed) + places) & 0xFFFFFF).float() * 2.0**-24
+
+
+@dataclass(frozen=True)
+class StochasticInt8Compression(Int8Compression):
+    """`--compress int8-stochastic`."""
+
+    form = "int8-stochastic"
+    name = "int8-stochastic"
+
+    def codec(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> StochasticInt8:
+        return StochasticInt8(params, numel, axis, device)
+
+
+CODEC = StochasticInt8Compression
