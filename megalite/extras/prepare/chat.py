@@ -7,7 +7,6 @@ A record is `{"messages": [{"role", "content"}]}` (also under `conversations`), 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections import Counter
@@ -21,11 +20,12 @@ from megalite.extras.prepare.documents import EXCERPT_CHARS, BadRecord, Chunk
 from megalite.extras.prepare.messages import (
     Arguments,
     BadConversation,
+    Form,
     Message,
     arguments_of,
+    forms_of,
     messages_of,
     tools_of,
-    with_text_arguments,
 )
 from megalite.extras.prepare.template import RESERVED, STAND_INS, ChatTemplate, Renderer, TemplateFailure
 from megalite.extras.prepare.workers import EncodedChunk
@@ -184,32 +184,40 @@ class ChatEncoder:
         given = {"messages": messages, "tools": tools_of(record)}
         if RESERVED.search(json.dumps(given, ensure_ascii=False)):
             raise BadConversation("the conversation has characters U+10FF00 to U+10FFFD")
-        rendered, answers, as_text = self._answers(**self.words.hide(given), unlearned=unlearned)
+        rendered, answers, form = self._answers(**self.words.hide(given), unlearned=unlearned)
         if not answers:
             raise TemplateFailure("the chat template marks nothing in this conversation as an answer")
         ids, spans = self.words.encode(self.tokenizer, rendered)
-        mask = self._mask(rendered, answers, spans)
-        notes = tuple(self._notes(messages, unlearned, as_text))
-        return EncodedRecord(np.array(ids, self.dtype), mask, len(rendered.encode()), notes=notes)
+        ends = [(first, self._end(rendered, first, end)) for first, end in answers]
+        notes = [*self._notes(messages, unlearned, form)]
+        if not all(self._ends_in_control.search(rendered, *answer) for answer in ends):
+            notes.append("with an answer that no control token ends, so that the model does not learn to stop there")
+        mask = self._mask(rendered, ends, spans)
+        return EncodedRecord(np.array(ids, self.dtype), mask, len(rendered.encode()), notes=tuple(notes))
 
-    def _answers(self, messages: list[Message], tools: Any, unlearned: set[int]) -> tuple[str, list[Span], bool]:
-        """Render a conversation with the arguments of calls as objects, else as text; also return whether as text."""
-        try:
-            return *self.renderer.answers(messages, tools, unlearned), False
-        except TemplateFailure:
-            if arguments_of(messages):
-                with contextlib.suppress(TemplateFailure):
-                    return *self.renderer.answers(with_text_arguments(messages), tools, unlearned), True
-            raise
+    def _answers(self, messages: list[Message], tools: Any, unlearned: set[int]) -> tuple[str, list[Span], Form]:
+        """Render a conversation in the first form that the template accepts."""
+        failures = []
+        for form in forms_of(messages):
+            try:
+                return *self.renderer.answers(form.messages, tools, unlearned), form
+            except TemplateFailure as e:
+                failures.append((form, e))
+        # What was found in a text says more than an error of the template, which the form may have caused.
+        found = [e for _, e in failures if e.__cause__ is None]
+        raise found[0] if found else next(e for form, e in reversed(failures) if not form.as_text)
 
-    def _notes(self, messages: list[Message], unlearned: set[int], as_text: bool) -> Iterator[str]:
+    def _notes(self, messages: list[Message], unlearned: set[int], form: Form) -> Iterator[str]:
         if unlearned:
             yield "with answers that are not learned, as their weight is 0"
         answers = [m for turn, m in enumerate(messages) if m["role"] == "assistant" and turn not in unlearned]
         if any(not (m["content"] or "").strip() and "tool_calls" not in m for m in answers):
             yield "with an empty answer, of which the end is learned"
-        if any(a.given_as_text != as_text for a in arguments_of(messages)):
-            yield f"with arguments of calls written as {'text' if as_text else 'objects'}, as the template needs them"
+        if any(a.given_as_text != form.as_text for a in arguments_of(messages)):
+            kind = "text" if form.as_text else "objects"
+            yield f"with arguments of calls written as {kind}, as the template needs them"
+        if form.filled:
+            yield "with empty content (null) beside calls written as an empty text, as the template needs it"
         for name in sorted({name for message in messages for name in message} - _KNOWN_KEYS):
             if not re.search(rf"\b{re.escape(name)}\b", self.renderer.template.source):
                 yield f"with {name!r:.40} in messages, which the template does not write"
@@ -225,7 +233,7 @@ class ChatEncoder:
     def _mask(self, text: str, answers: list[Span], spans: list[Span]) -> npt.NDArray[np.uint8]:
         chars = np.zeros(len(text) + 1, np.uint8)
         for first, end in answers:
-            chars[first : self._end(text, first, end)] = ANSWER if (first, end) != answers[-1] else LAST_ANSWER
+            chars[first:end] = ANSWER if (first, end) != answers[-1] else LAST_ANSWER
         # A token across the edge of an answer belongs to it, as in transformers.
         bounds = np.array(spans, np.int64).reshape(-1, 2)
         return np.maximum(chars[bounds[:, 0]], chars[np.maximum(bounds[:, 1] - 1, bounds[:, 0])])

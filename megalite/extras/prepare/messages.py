@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from megalite.runtime.base.untrusted import require_shallow
 
@@ -36,6 +36,9 @@ class Arguments(dict[str, Any]):
 
     def __str__(self) -> str:
         raise TypeError("it writes the arguments of a call as they are, and they are an object")
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
 
     def mapped(self, function: Callable[[Any], Any]) -> Arguments:
         """Return it with a function of JSON values applied to both forms."""
@@ -84,7 +87,30 @@ def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | None:
     return [_with_parameters(tool) for tool in tools] or None
 
 
-def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+class Form(NamedTuple):
+    """Messages in a form that templates need.
+
+    Attributes:
+        messages: the messages.
+        as_text: whether the arguments of their calls are text, else objects.
+        filled: whether empty content (null), which calls have, is an empty text.
+    """
+
+    messages: list[Message]
+    as_text: bool
+    filled: bool
+
+
+def forms_of(messages: list[Message]) -> Iterator[Form]:
+    """Yield messages in all forms, the preferred one first."""
+    filled = [{**message, "content": message["content"] or ""} for message in messages]
+    for turns in [messages, filled][: 1 + (filled != messages)]:
+        yield Form(turns, False, turns is filled)
+        if arguments_of(turns):
+            yield Form(_with_text_arguments(turns), True, turns is filled)
+
+
+def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     """Return messages whose calls have their arguments as text."""
 
     def text_of(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a chat template omits from a conversation: tools, calls and thoughts that the model then never learns about."""
+"""What a chat template omits from a conversation, and a model then never learns: content, tools, calls and thoughts."""
 
 from __future__ import annotations
 
@@ -39,9 +39,14 @@ def find_omission(render: Render, messages: Sequence[dict[str, Any]], tools: Any
     if tools and _without(render, messages, None) == text:
         return f"the chat template omits the tools of the conversation: {_REMEDY}"
     for turn in calls:
+        given = messages[turn]["tool_calls"]
         bare = {name: value for name, value in messages[turn].items() if name != "tool_calls"}
         if _without(render, [*messages[:turn], bare, *messages[turn + 1 :]], tools) == text:
             return f"the chat template omits the tool_calls of turn {turn + 1}: {_REMEDY}"
+        for number in range(len(given) if len(given) > 1 else 0):
+            others = {**bare, "tool_calls": given[:number] + given[number + 1 :]}
+            if _without(render, [*messages[:turn], others, *messages[turn + 1 :]], tools) == text:
+                return f"the chat template omits call {number + 1} of the {len(given)} of turn {turn + 1}: {_REMEDY}"
     bare_calls = [_without_arguments(message) for message in messages]
     if bare_calls != list(messages) and _without(render, bare_calls, tools) == text:
         return f"the chat template omits the arguments of the calls of turn {calls[0] + 1}: {_REMEDY}"
@@ -56,6 +61,28 @@ def find_omission(render: Render, messages: Sequence[dict[str, Any]], tools: Any
         other = _without(render, [*messages[:turn], written, *messages[turn + 1 :]], tools)
         if other is not None and other.count("None") < text.count("None"):
             return f'the chat template writes the empty content (null) of turn {turn + 1} as "None": {_REMEDY}'
+    return None
+
+
+def find_omitted_content(render: Render, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> str | None:
+    """Name a turn whose content a template omits, as templates of vision models do with all that is no list of parts.
+
+    Args:
+        render, messages, tools: see `find_omission`.
+        text: what the template writes of the conversation.
+
+    Returns:
+        What is missing and what to change; None if nothing is.
+    """
+    at = 0
+    for turn, message in enumerate(messages):
+        content = (message["content"] or "").strip()
+        found = text.find(content, at)
+        at = at if found < 0 else found + len(content)
+        # One that is not there as it is may be elsewhere, or in another form: that shows without it.
+        bare = {**message, "content": ""}
+        if found < 0 and _without(render, [*messages[:turn], bare, *messages[turn + 1 :]], tools) == text:
+            return f"the chat template omits the content of turn {turn + 1} ({message['role']}): {_REMEDY}"
     return None
 
 

@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from megalite.core.base.errors import UserError
 from megalite.extras.prepare.named_templates import MARK, fitting_names, read_named
-from megalite.extras.prepare.omissions import find_omission
+from megalite.extras.prepare.omissions import find_omission, find_omitted_content
 from megalite.runtime.data.tokenizer import Span
 
 TIME_LIMIT_S = 10.0
@@ -185,7 +185,10 @@ class Renderer:
                 if omission := find_omission(self._render, messages, tools):
                     raise TemplateFailure(omission)
                 locate = self._by_marks if self.marked else self._by_turns
-                return locate(messages, tools, unlearned)
+                text, spans = locate(messages, tools, unlearned)
+                if omission := find_omitted_content(self._unmarked, messages, tools, text):
+                    raise TemplateFailure(omission)
+                return text, spans
         except _Unclear as e:
             raise TemplateFailure(f"{e}; {self._marked_template(messages, tools)}") from None
 
@@ -207,6 +210,9 @@ class Renderer:
         return self._compiled.render(
             **self.template.tokens, messages=list(messages), tools=tools, documents=None, add_generation_prompt=header
         )
+
+    def _unmarked(self, messages: Sequence[dict[str, Any]], tools: Any) -> str:
+        return re.sub(f"[{_OPEN}{_CLOSE}]", "", self._render(messages, tools))
 
     def _by_marks(
         self, messages: Sequence[dict[str, Any]], tools: Any, unlearned: Collection[int]

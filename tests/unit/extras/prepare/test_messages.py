@@ -132,7 +132,12 @@ def test_thoughts_and_arguments_without_a_place_are_refused(folder: Path, tmp_pa
         rule = f"omits the {name} of turn 2: use a template that writes them .--chat-template., or remove this key"
         with pytest.raises(UserError, match=rule):
             convert(folder, [{"messages": thinking}], tmp_path / "a", UNMARKED)
-        convert(folder, [{"messages": thinking}], tmp_path / "a", UNMARKED.replace("m.content", f"(m.{name} or '')", 1))
+        convert(
+            folder,
+            [{"messages": thinking}],
+            tmp_path / "a",
+            UNMARKED.replace("m.content", f"(m.{name} or '') + m.content", 1),
+        )
     with pytest.raises(UserError, match="omits the arguments of the calls of turn 2"):
         convert(folder, [{"messages": calling(ARGUMENTS)}], tmp_path / "a", CALLS)
 
@@ -302,3 +307,49 @@ def test_values_of_a_json_file_do_not_depend_on_its_blocks(size: int) -> None:
         list(json_values([b'[{"a": 1},\n\n', b'{"b": 2},'], Path("a.json"), 1 << 20))
     with pytest.raises(UserError, match=r"^a.json line 2: has more than 1 MiB in one record; split it"):
         list(json_values([b'{"a": 1}\n{"b": "', *[b"x" * (1 << 18)] * 99], Path("a.json"), 1 << 20))
+
+
+def test_calls_and_content_that_a_template_leaves_out_are_refused(folder: Path, tmp_path: Path) -> None:
+    """One call of several, and content that is no list of parts, or stands beside calls."""
+    twice = calling(ARGUMENTS)
+    twice[1]["tool_calls"] = [*twice[1]["tool_calls"], *calling({"town": "Graz"})[1]["tool_calls"]]
+    first = AS_JSON.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    parts = UNMARKED.replace("m.content", "m.content | selectattr('text') | join")
+    beside = AS_JSON.replace("(m.content or '')", "(m.content if not m.tool_calls else '')")
+    said = calling(ARGUMENTS, content="I look.")
+    for template, messages, rule in (
+        (first, twice, "omits call 2 of the 2 of turn 2: use a template"),
+        (parts, chat(*TURNS), "omits the content of turn 1 .user.: use a template"),
+        (beside, said, "omits the content of turn 2 .assistant.: use a template"),
+    ):
+        with pytest.raises(UserError, match=rule):
+            convert(folder, [{"messages": messages}], tmp_path / "a", template)
+    for template in (first, beside):
+        convert(folder, [{"messages": calling(ARGUMENTS)}], tmp_path / "a", template)
+    convert(folder, [{"messages": twice}, {"messages": said}], tmp_path / "a", AS_JSON)
+
+
+@pytest.mark.parametrize("written", ["m.content + '", "m.content ~ '"])
+def test_null_content_is_empty_text_where_a_template_needs_it(
+    folder: Path, tmp_path: Path, written: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that joins texts fails with null, and one that prints it writes "None"; servers give both an empty text."""
+    template = AS_JSON.replace("(m.content or '') ", f"{written}' ")
+    with caplog.at_level("INFO"):
+        convert(folder, [{"messages": calling(ARGUMENTS, content=None)}], tmp_path / "a", template)
+    assert read(folder, tmp_path / "a")[0] == theirs(template, calling(ARGUMENTS, content=""))
+    assert "1 of 1 conversations with empty content (null) beside calls written as an empty text" in caplog.text
+    # Where it is written as text, other failures are still named.
+    record = {"messages": calling(ARGUMENTS, content=None), "tools": [TOOL]}
+    with pytest.raises(UserError, match="omits the tools of the conversation"):
+        convert(folder, [record], tmp_path / "a", JOINED.replace("tools is not none", "false").replace("or ''", "+ ''"))
+
+
+def test_answers_that_no_control_token_ends_are_counted(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endless = UNMARKED.replace(" + '<|im_end|>' + '\\n'", "")
+    with caplog.at_level("INFO"):
+        convert(folder, [{"messages": chat(*TURNS)}], tmp_path / "a", endless)
+    assert read(folder, tmp_path / "a")[1] == "yo ok4"
+    assert "1 of 1 conversations with an answer that no control token ends" in caplog.text
