@@ -77,6 +77,7 @@ class Member:
         kept: those of other ranks, that its keeper has.
         buddy: port of the keeper that gets its copies; 0 for none.
         asked: whether its trainer is to be killed, and it has not said yet that it is.
+        told: the last round that it knows to be broken.
         heard: what the hub does with a message.
     """
 
@@ -88,6 +89,7 @@ class Member:
     kept: dict[int, list[Copy]] = dataclasses.field(default_factory=dict)
     buddy: int = 0
     asked: bool = False
+    told: int = -1
     ended: bool = False
     done: bool = False
     heard: Any = None
@@ -154,7 +156,7 @@ class Run(RuleBasedStateMachine):
             case Break():
                 assert message.round == self.round
                 assert not member.asked
-                member.asked = True
+                member.asked, member.told = True, message.round
             case Go():
                 self.went.append((member, message))
             case Buddy():
@@ -318,7 +320,8 @@ class Run(RuleBasedStateMachine):
         went, self.went = self.went, []
         assert self.broken
         assert {member for member, _ in went} == set(self.members.values())
-        assert all(not member.asked for member, go in went if go.rank >= 0), "a trainer may still be alive"
+        killed = [member.told == self.round and not member.asked for member, go in went if go.rank >= 0]
+        assert all(killed), "a trainer may still be alive"
         assert sorted(go.rank for _, go in went if go.rank >= 0) == list(range(self.world))
         assert {go.round for _, go in went} == {self.round + 1}
         first = went[0][1]
