@@ -144,8 +144,7 @@ def other_flags() -> set[str]:
     # docker, pyxis, apptainer
     theirs |= {"--build-arg", "--gpus", "--ipc", "--shm-size", "--ulimit", "--cap-add", "--device", "--network", "--rm"}
     theirs |= {"--container-image", "--container-mounts", "--container-workdir", "--nv", "--bind"}
-    theirs |= {"--local-dir", "--logdir"}  # hf, tensorboard
-    theirs |= {"--capture-range", "--capture-range-end"}  # nsys
+    theirs |= {"--local-dir", "--logdir", "--capture-range", "--capture-range-end"}  # hf, tensorboard, nsys
     return theirs.union(*(flags_in_source(path) for path in files))
 
 

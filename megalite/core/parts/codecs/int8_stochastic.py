@@ -11,6 +11,7 @@ from torch import Tensor
 from megalite.core.mesh.context import Axis
 from megalite.core.ops.mixing import mix_
 from megalite.core.optim.codec import BucketParam
+from megalite.core.options.compression import Gradients
 from megalite.core.parts.codecs.int8 import Int8, Int8Compression, quantize
 
 
@@ -43,6 +44,11 @@ class StochasticInt8Compression(Int8Compression):
 
     def codec(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> StochasticInt8:
         return StochasticInt8(params, numel, axis, device)
+
+    def memory(self, grads: Gradients) -> tuple[int, int]:
+        # Besides what int8 takes, a bucket's random numbers and what they are made of.
+        kept, within = super().memory(grads)
+        return kept, within + 12 * grads.largest
 
 
 CODEC = StochasticInt8Compression
