@@ -1,19 +1,18 @@
-"""`--deepspeed-config FILE`: DeepSpeed's JSON as options.
+"""`--deepspeed-config FILE`: DeepSpeed's JSON, or Hjson, as options.
 
 Keys and defaults: deepspeed/runtime/config.py, runtime/zero/config.py, and the pages on the JSON configuration.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.extras.compat.deepspeed_keys import IGNORED, REFUSALS, UNSUPPORTED
+from megalite.extras.compat.hjson import read_hjson
 from megalite.extras.compat.tool_file import LIMIT, ToolFile, unreadable
 from megalite.runtime.base.untrusted import read_regular, require_shallow
 from megalite.runtime.options.fields import Layer, OptionValue
@@ -21,10 +20,6 @@ from megalite.runtime.options.fields import Layer, OptionValue
 FLAG = "--deepspeed-config"
 
 _ZERO = "zero_optimization"
-# DeepSpeed reads Hjson, of which files have comments and last commas. Strings are matched to be kept.
-_STRING = r'("(?:\\.?|[^"\\])*(?:"|\Z))'
-_COMMENT = re.compile(_STRING + r"|#[^\n]*|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
-_TAIL = re.compile(_STRING + r"|,(?=\s*[}\]])")
 _BATCH = {
     "train_batch_size": "samples",
     "train_micro_batch_size_per_gpu": "micro",
@@ -37,11 +32,10 @@ def read_deepspeed(path: Path, flags: Layer, lower: Mapping[str, Any]) -> ToolFi
     """Read a DeepSpeed configuration; `flags` and `lower` as for `ToolFile`.
 
     Raises:
-        UserError: it cannot be read, is not JSON with unique keys, or has keys that are refused.
+        UserError: it cannot be read, is no Hjson with unique keys, or has keys that are refused.
     """
     try:
-        text = _TAIL.sub(_only_string, _COMMENT.sub(_only_string, read_regular(path, LIMIT).decode("utf-8-sig")))
-        tree = json.loads(text, object_pairs_hook=_unique)
+        tree = read_hjson(read_regular(path, LIMIT).decode("utf-8-sig"))
         require_shallow(tree)
         file = ToolFile(path, tree, flags, lower) if isinstance(tree, dict) else None
     except (OSError, ValueError, RecursionError) as e:
@@ -78,18 +72,6 @@ def translate(file: ToolFile) -> ToolFile:
             file.refuse(on[0], True, "megalite has nothing like it", f"drop {block}")
     file.check_remaining(REFUSALS, [*IGNORED.split(), *features, *(f"{block}.*" for block in features)])
     return file
-
-
-def _only_string(found: re.Match[str]) -> str:
-    return found[1] or ""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-    if twice is not None:
-        raise ValueError(f"{twice} is given twice")
-    return dict(pairs)
 
 
 def _optimizer(file: ToolFile) -> None:
@@ -143,13 +125,19 @@ def _scheduler(file: ToolFile) -> None:
         for name, option, default in (("warmup_min_ratio", "init_lr", 0.0), ("cos_min_ratio", "min_lr", 1e-4)):
             ratio = file.pop(f"{key}.{name}", default, (float, int))
             file.set(option, file.value("lr") * ratio, f"{key}.{name}")
+            if name == "warmup_min_ratio" and ratio:
+                file.notes.append("the first step has the rate of warmup_min_ratio; there it has the rate 0")
         return
     low = file.pop(f"{key}.warmup_min_lr", 0.0)
     file.set("init_lr", low, f"{key}.warmup_min_lr")
     file.set("min_lr", low, f"{key}.warmup_min_lr")
-    if f"{key}.warmup_max_lr" not in file.auto:
+    if f"{key}.warmup_max_lr" in file.leaves or (kind == "WarmupDecayLR" and f"{key}.warmup_max_lr" not in file.auto):
         file.ignored += ["optimizer.params.lr"] if "lr" in file.layer else []
         file.copy(f"{key}.warmup_max_lr", "lr", 1e-3)
+    elif f"{key}.warmup_max_lr" not in file.auto:
+        file.notes.append(
+            "WarmupLR without warmup_max_lr rises to the optimizer's lr, as today there; to 0.001 in old ones"
+        )
 
 
 def _precision(file: ToolFile) -> None:

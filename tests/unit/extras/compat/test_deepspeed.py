@@ -172,6 +172,20 @@ def test_cosine_ratios_are_of_the_rate_that_is_used(ds: Any) -> None:
         assert (optim.lr_decay, optim.lr_decay_steps, optim.warmup_steps) == ("cosine", 50, 9)
 
 
+def test_a_warm_up_without_its_end_rises_to_the_rate_of_the_optimizer(
+    ds: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in DeepSpeed 0.19; before a decay, it rises to 0.001."""
+    tree = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}, "scheduler": {"type": "WarmupLR", "params": {}}}
+    assert ds(tree).optim.lr == 1e-5
+    assert any("rises to the optimizer's lr" in message for message in caplog.messages)
+    params = {"total_num_steps": 50, "warmup_num_steps": 5}
+    assert ds(tree | {"scheduler": {"type": "WarmupDecayLR", "params": params}}).optim.lr == 1e-3
+    ratio = {**params, "warmup_min_ratio": 0.1}
+    ds(tree | {"scheduler": {"type": "WarmupCosineLR", "params": ratio}})
+    assert any("the first step has the rate of warmup_min_ratio" in message for message in caplog.messages)
+
+
 def test_three_batch_sizes_must_multiply_up(ds: Any) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
