@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 
 from tests.faults.harness import wait_for
 from tests.faults.slurm import Slurm, check_slurm, emitted, running
-from tests.ranks import ROOT
+from tests.faults.store_runs import MODEL
+from tests.ranks import ROOT, reserve_port
 
 TRAIN = "tests/faults/launch_train.py"
 
@@ -84,6 +86,37 @@ def test_one_task_per_rank_without_torchrun(slurm: Slurm, tmp_path: Path) -> Non
     assert slurm.state(job).startswith("COMPLETED"), log.read_text()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
     assert len(list((tmp_path / "run" / "logs").glob("rank_*.log"))) == 4
+
+
+@pytest.mark.full
+def test_plain_srun_trains_what_torchrun_does(slurm: Slurm, tmp_path: Path) -> None:
+    """To the last bit, once the ranks know where they meet; before, they say what to write, and none trains alone."""
+    words = [str(ROOT / "pretrain_gpt.py"), *MODEL, "--tp", "2", "--train-steps", "3", "--save-every", "0"]
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    env = {name: value for name, value in slurm.env.items() if name not in names} | {"PYTHONPATH": str(ROOT)}
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", sys.executable]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
+
+    def start(command: list[str], run: str, **more: str) -> subprocess.CompletedProcess[str]:
+        all_words = [*command, *words, "--run-dir", str(tmp_path / run)]
+        return subprocess.run(all_words, env=env | more, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+
+    def losses(run: str) -> list[tuple[int, float]]:
+        lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+    lost = start(srun, "lost")
+    assert lost.returncode != 0
+    assert "export MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500" in lost.stderr
+    assert not (tmp_path / "lost" / "metrics.jsonl").exists()
+    for command, run, more in (
+        (srun, "srun", place),
+        ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"], "torchrun", {}),
+    ):
+        done = start(command, run, **more)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert [step for step, _ in losses("srun")] == [1, 2, 3]
+    assert losses("srun") == losses("torchrun")
 
 
 @pytest.mark.full
