@@ -202,9 +202,11 @@ class Run(RuleBasedStateMachine):
     @rule(data=st.data(), died=st.booleans())
     def breaks_late(self, data: st.DataObject, died: bool) -> None:
         """What is told of an earlier round changes nothing."""
+        asked = {member for member in self.members.values() if member.asked}
         member = data.draw(st.sampled_from(self.trainers()))
         self.says(member, data.draw(st.sampled_from([Broken(self.round - 1, "", died), Done(self.round - 1)])))
         self.says(member, Killed(self.round - 1, [(1, 1)], []))
+        assert {member for member in self.members.values() if member.asked} == asked
 
     @precondition(lambda self: self.end is None and any(m.asked for m in self.members.values()))
     @rule(data=st.data())
