@@ -48,11 +48,12 @@ def main(
     cfg = settle_layout(parsed)
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.
-        grid = Grid.from_config(cfg.parallel, world_size(otherwise=parsed.world or 0) or None)
+        with cli.in_words_given(parsed.theirs):
+            grid = Grid.from_config(cfg.parallel, world_size(otherwise=parsed.world or 0) or None)
         if env_rank() == 0:
             show(cli.to_yaml(cfg) if parsed.print_config else dry_run_report(with_vocab_size(cfg), grid))
         return
-    with start(cfg, train_data, valid_data) as run:
+    with cli.in_words_given(parsed.theirs), start(cfg, train_data, valid_data) as run:
         fit(run, [Forecast(run), *callbacks])
 
 

@@ -63,11 +63,12 @@ def _parser() -> ToolParser:
     parser.add_argument("--json-keys", nargs="+", default=["text"])
     for flag in ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--dataset-impl"):
         parser.add_argument(flag)
-    for flag in ("--append-eod", "--split-sentences"):
+    for flag in ("--append-eod", "--split-sentences", "--find-optimal-num-workers"):
         parser.add_argument(flag, action="store_true")
     # How their processes share the work; the files are the same.
-    for flag in ("--partitions", "--log-interval", "--lang"):
+    for flag in ("--partitions", "--log-interval", "--lang", "--max-documents"):
         parser.add_argument(flag)
+    parser.add_argument("--workers-to-check", nargs="+")
     for flag in ("--keep-sequential-samples", "--keep-newlines"):
         parser.add_argument(flag, action="store_true")
     return parser
@@ -77,6 +78,8 @@ def _refuse(given: argparse.Namespace, others: Set[str]) -> None:
     ours = " ".join(sorted({"--out", "--key", "--tokenizer"} & others))
     require(not ours, f"{ours} with --output-prefix", "are words of two tools", "use those of one")
     require(not given.split_sentences, "--split-sentences", "is for BERT: documents stay whole here", "drop it")
+    rule = "only times numbers of workers there; here there are as many as cores, and each has work"
+    require(not given.find_optimal_num_workers, "--find-optimal-num-workers", rule, "drop it, or give --workers N")
     impl = given.dataset_impl
     require(impl in (None, "mmap"), f"--dataset-impl {impl}", "only mmap is written", "drop it")
     kind = given.tokenizer_type

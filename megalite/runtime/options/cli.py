@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
 import yaml
@@ -51,6 +52,7 @@ class CommandLine(NamedTuple):
         dry_run: whether to print layout and memory and exit.
         layout: with `--layout auto`, names of the layout options that are given as flags; else None.
         world: number of ranks; None if it is not known.
+        theirs: our flags -> those of another tool that they were given with.
     """
 
     config: Config
@@ -58,6 +60,7 @@ class CommandLine(NamedTuple):
     dry_run: bool
     layout: frozenset[str] | None = None
     world: int | None = None
+    theirs: Mapping[str, str] = MappingProxyType({})
 
 
 def parse(
@@ -106,21 +109,21 @@ def parse(
                 add_flag(flags, setting, chosen, written, dialect)
     values = _values(layers)
     settled = None if start.layout is None else frozenset((*LAYOUT, *LAYOUT_DETAILS)) & flags.keys()
-    with _in_words_given(flags, dialect):
+    theirs = {f"--{dashed(n)}": option.source for n, option in flags.items() if option.source[2:] in dialect.renamed}
+    with in_words_given(theirs):
         config = Config(**{group: cls(**_fields_of(cls, values)) for group, cls in GROUPS.items()})
-    return CommandLine(config, start.print_config, start.dry_run, settled, world)
+    return CommandLine(config, start.print_config, start.dry_run, settled, world, theirs)
 
 
 @contextlib.contextmanager
-def _in_words_given(flags: Layer, dialect: Dialect) -> Iterator[None]:
-    """Let errors name options by the flags of another tool that they were given with."""
+def in_words_given(theirs: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name options by the flags of another tool that they were given with (`CommandLine.theirs`)."""
     try:
         yield
     except UserError as e:
-        theirs = {
-            f"--{dashed(n)}": option.source for n, option in flags.items() if option.source[2:] in dialect.renamed
-        }
         said = re.sub(r"(?<![^\s(])--[a-z][a-z0-9-]*(?=[\s:;,)]|$)", lambda flag: theirs.get(flag[0], flag[0]), str(e))
+        if said == str(e):
+            raise
         raise type(e).from_message(said) from None
 
 

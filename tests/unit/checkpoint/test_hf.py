@@ -26,6 +26,7 @@ from megalite.core.microbatches import to_microbatches, weigh_parts
 from megalite.core.model.parameters import param_map
 from megalite.core.options.model import ModelConfig
 from megalite.core.parts.families import FAMILIES, PRESETS
+from megalite.core.parts.options.attention_options import FULL, SLIDING
 from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.extras.inference.load import load_model as load_for_inference
 from megalite.runtime.checkpoint.hf.config import read_config, write_config
@@ -700,6 +701,20 @@ def test_config_of_the_hub_is_the_preset(preset: str) -> None:
     read = read_config(HUB[preset], "config.json")
     meant = ModelConfig.from_arch(**PRESETS[preset])
     assert dataclasses.replace(read, hidden_dropout=0.0, attention_dropout=0.0) == meant
+
+
+def test_entries_of_attention_types_may_be_cut_in_any_way() -> None:
+    neo = {name: value for name, value in HUB["gpt-neo-1.3b"].items() if name != "attention_layers"}
+    for entries, kinds in (
+        ([[["global"], 1], [["local", "global"], 11], [["local"], 1]], (FULL, SLIDING) * 12),
+        ([[["global"], 12], [["local"], 12]], (FULL,) * 12 + (SLIDING,) * 12),
+    ):
+        read = read_config({**neo, "attention_types": entries}, "config.json")
+        assert [read.window_of(layer) for layer in range(24)] == [256 if kind == SLIDING else None for kind in kinds]
+    with pytest.raises(UserError, match="attention_layers: is not supported"):
+        read_config({**HUB["gpt-neo-1.3b"], "attention_types": [[["global"], 24]]}, "config.json")
+    with pytest.raises(UserError, match="attention_types: is not supported"):
+        read_config({**neo, "attention_types": [[["global"], 23]]}, "config.json")
 
 
 def test_links_of_the_hub_cache(models: Any, tmp_path: Path) -> None:

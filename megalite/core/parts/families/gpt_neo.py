@@ -23,17 +23,23 @@ def _read(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Read the type of each layer from [[[type, ...], times], ...]; what is no such list is refused as another one."""
     try:
         names = [name for types, times in values["attention_types"] for name in types * times]
-        return {"layer_types": tuple(_TYPES[name] for name in names)}
+        layer_types = tuple(_TYPES[name] for name in names)
     except (TypeError, ValueError, KeyError):
         return {}
+    values["attention_types"] = _entries(names)  # however it is cut into entries
+    return {"layer_types": layer_types}
+
+
+def _entries(names: list[str]) -> list[Any]:
+    """Return the shortest pattern that the types of the layers repeat, and how often."""
+    lengths = (n for n in range(1, len(names) + 1) if len(names) % n == 0)
+    pattern = next(names[:n] for n in lengths if names[:n] * (len(names) // n) == names)
+    return [[pattern, len(names) // len(pattern)]]
 
 
 def _write(cfg: Any) -> dict[str, Any]:
-    """Write the types of the layers: those of the shortest pattern that they repeat, and how often."""
     names = ["global" if cfg.window_of(layer) is None else "local" for layer in range(cfg.num_layers)]
-    lengths = (n for n in range(1, len(names) + 1) if len(names) % n == 0)
-    pattern = next(names[:n] for n in lengths if names[:n] * (len(names) // n) == names)
-    return {"attention_types": [[pattern, len(names) // len(pattern)]], "attention_layers": names}
+    return {"attention_types": _entries(names), "attention_layers": names}
 
 
 FAMILY = Family(

@@ -598,9 +598,10 @@ def test_a_dry_run_is_of_the_ranks_that_the_file_names(
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
     pretrain_gpt.main()
     assert "4 ranks = dp 4 x" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, "--pp", "3"])
-    with pytest.raises(UserError, match="4"):
-        pretrain_gpt.main()
+    for flag in ("--pp", "--pipeline-model-parallel-size"):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, flag, "3"])
+        with pytest.raises(UserError, match=f"^--tp 1 {flag} 3 on 4 ranks: .*, or change --tp or {flag}$"):
+            pretrain_gpt.main()
 
 
 def test_what_gives_way_to_a_chosen_layout_is_logged(

@@ -67,6 +67,7 @@ def test_a_file_for_each_key_and_what_differs_is_said(files: Path, capfd: pytest
     ("change", "told"),
     [
         ("--split-sentences", "--split-sentences: is for BERT"),
+        ("--find-optimal-num-workers --workers-to-check 4 8 --max-documents 9", "only times numbers of workers there"),
         ("--tokenizer-type BertWordPieceLowerCase", "is none of GPT2BPETokenizer, "),
         ("--tokenizer-model here", "of which Megatron-LM would read that of GPT2BPETokenizer"),
         ("--dataset-impl lazy", "only mmap"),
