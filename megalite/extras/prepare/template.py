@@ -126,24 +126,24 @@ class _Timeout(Exception):
 
 @contextmanager
 def _limits() -> Iterator[None]:
-    """Limit the time, and on Linux the memory, that this process may take."""
+    """Limit the processor time, and on Linux the memory, that this process may take."""
 
     def stop(*_: Any) -> NoReturn:
         raise _Timeout
 
-    previous_handler = signal.signal(signal.SIGALRM, stop)
+    previous_handler = signal.signal(signal.SIGPROF, stop)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError):
         mapped = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
         limits = [n for n in (mapped + _MEMORY_LIMIT, soft, hard) if n != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
-    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
+    signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGALRM, previous_handler)
+        signal.signal(signal.SIGPROF, previous_handler)
 
 
 class Renderer:
