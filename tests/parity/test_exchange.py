@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megalite.runtime.options.run import Config
 from tests.parity.jobs import BATCH, SEQ, VOCAB, batches, llama, make_config, start
-from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -77,18 +77,8 @@ def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None)
     return found.suspects, found.obstacle
 
 
-def check(pool: WorkerPool, world: int, rows: list[Any]) -> None:
-    for parallel, model, train, faults in rows:
-        cfg = make_config(llama(**model), parallel, **train)
-        for fault, suspects in [(None, []), *faults]:
-            for found in pool.run(world, exchanged, cfg, world, fault):
-                assert found == (suspects, ""), (parallel, model, train, fault)
-
-
-# Ranks: layout, model, training options, faults and suspects. A fault in an activation reaches a whole replica.
-STRONG: dict[int, list[Any]] = {
-    4: [({"pp": 2, "schedule": "interleaved", "vp": 2}, DROPOUT, {}, [((1, "wrong"), [[0], [1]])])]
-}
+# Layout, model, training options, faults and suspects, on four ranks. A fault in an activation reaches a whole replica.
+STRONG: Any = ({"pp": 2, "schedule": "interleaved", "vp": 2}, DROPOUT, {}, [((1, "wrong"), [[0], [1]])])
 TWO_REPLICAS: list[Any] = [
     ({"tp": 2}, DROPOUT, {}, [((3, "nan"), [[3]]), ((0, "activation"), [[0, 1], [2, 3]])]),
     ({"zero": 2, "cp": 2}, DROPOUT, {}, [((3, "nan"), [[3]])]),
@@ -102,6 +92,14 @@ FOUR_REPLICAS = [
     ({**SPLIT, "zero_group": "2"}, {}, {"precision": "bf16", "offload": "optimizer"}, [((1, "wrong"), [[1]])]),
     ({"zero": 1}, DROPOUT, {"micro_batch_size": 2, "compress": "powersgd:2"}, [((2, "wrong"), [[2]])]),
 ]
-GRID = {4: TWO_REPLICAS + FOUR_REPLICAS}
 
-test_replicas_agree_and_faults_are_named, test_more_layouts = layout_tests(check, STRONG, GRID)
+
+@pytest.mark.parametrize(
+    "rows", [[STRONG], pytest.param(TWO_REPLICAS + FOUR_REPLICAS, marks=pytest.mark.full)], ids=["strong", "grid"]
+)
+def test_replicas_agree_and_faults_are_named(pool: WorkerPool, rows: list[Any]) -> None:
+    for parallel, model, train, faults in rows:
+        cfg = make_config(llama(**model), parallel, **train)
+        for fault, suspects in [(None, []), *faults]:
+            for found in pool.run(4, exchanged, cfg, 4, fault):
+                assert found == (suspects, ""), (parallel, model, train, fault)

@@ -119,7 +119,7 @@ class Run(RuleBasedStateMachine):
         copies=st.integers(0, 3),
     )
     def begin(self, hosts: list[str], reserves: list[str], spares: int, limit: int, patience: int, copies: int) -> None:
-        self.loop, self.world, self.limit, self.patience = Timers(), len(hosts), limit, patience
+        self.loop, self.world, self.limit = Timers(), len(hosts), limit
         spares = max(spares, len(reserves)) if self.elsewhere else 0
         self.hub = Hub(self.loop, self.world, limit, alone=False, elsewhere=self.elsewhere, spares=spares)  # type: ignore[arg-type]
         self.hub._patience = patience if self.elsewhere else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from megalite.core.mesh.context import Axis
 from megalite.core.optim.codec import BucketParam
-from megalite.core.options.compression import Compression, Gradients
-from megalite.core.parts.codecs.exchange import ExchangeCodec
+from megalite.core.options.compression import Gradients
+from megalite.core.parts.codecs.exchange import ExchangeCodec, FractionCompression
 
 THRESHOLD_BLOCK = 256
 """Elements per threshold and magnitude."""
@@ -75,16 +74,10 @@ def _values(signs: Tensor, magnitudes: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ThresholdCompression(Compression):
+class ThresholdCompression(FractionCompression):
     """`--compress threshold:F`: from the fraction F of a block's largest element on."""
 
     form = "threshold:F with 0 < F <= 1"
-    fraction: float
-
-    @classmethod
-    def read(cls, argument: str | None) -> Compression | None:
-        match = re.fullmatch(r"\d*\.?\d+(?:e-?\d+)?", argument or "")
-        return cls(float(match[0])) if match and 0 < float(match[0]) <= 1 else None
 
     def codec(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> Threshold:
         return Threshold(params, numel, axis, device, self.fraction)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from megalite.core.mesh.context import Axis
 from megalite.core.optim.codec import BucketParam
-from megalite.core.options.compression import Compression, Gradients
-from megalite.core.parts.codecs.exchange import ExchangeCodec
+from megalite.core.options.compression import Gradients
+from megalite.core.parts.codecs.exchange import ExchangeCodec, FractionCompression
 
 
 class TopK(ExchangeCodec):
@@ -52,16 +51,10 @@ def largest(rows: Tensor, k: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TopKCompression(Compression):
+class TopKCompression(FractionCompression):
     """`--compress topk:F`: the fraction F of the elements."""
 
     form = "topk:F with 0 < F <= 1"
-    fraction: float
-
-    @classmethod
-    def read(cls, argument: str | None) -> Compression | None:
-        match = re.fullmatch(r"\d*\.?\d+(?:e-?\d+)?", argument or "")
-        return cls(float(match[0])) if match and 0 < float(match[0]) <= 1 else None
 
     def codec(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> TopK:
         return TopK(params, numel, axis, device, self.fraction)
