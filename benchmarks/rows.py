@@ -54,21 +54,26 @@ def end_marked(mark: str) -> None:
     Returns when they are gone, and their memory with them, or after ten seconds.
     """
     sought, until = f"MEGALITE_ROWS_MARK={mark}\0".encode(), time.monotonic() + 10
-    while _kill(sought) and time.monotonic() < until:
+    without: set[str] = set()
+    while time.monotonic() < until:
+        left, before = 0, without
+        without = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (process / "environ").read_bytes()
+                if sought in environment:
+                    left += 1
+                    os.kill(int(process.name), signal.SIGKILL)
+                # In exec a process has a program, and no arguments and no environment yet: it is looked at once more.
+                elif not environment and os.readlink(process / "exe"):
+                    is_seen = process.name in before and (process / "cmdline").read_bytes()
+                    left += not is_seen
+                    without.add(process.name)
+            except OSError:  # it ended meanwhile, or is another user's
+                continue
+        if not left:
+            return
         time.sleep(0.01)
-
-
-def _kill(sought: bytes) -> int:
-    """Kill the processes with these bytes in their environments; return how many there were."""
-    found = 0
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if sought in entry.read_bytes():
-                found += 1
-                os.kill(int(entry.parent.name), signal.SIGKILL)
-        except OSError:  # it ended meanwhile, or is another user's
-            continue
-    return found
 
 
 _numbers = count()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_checks, gpu_rows, gpu_steps, gpus, gpus_row
-from benchmarks.rows import run_rows
+from benchmarks.rows import end_marked, run_rows
 from megalite.core.mesh.grid import Grid
 from megalite.runtime.options import cli
 from tests.gpu import faulty_rows
@@ -55,6 +55,21 @@ def test_an_accident_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert kept["last"] == kept["after hang"]  # an exception costs no start
     assert "noise" in (tmp_path / "log").read_text()
     assert not alive(str(tmp_path))
+
+
+@pytest.mark.full
+def test_a_process_that_is_being_started_is_ended_too() -> None:
+    """One of a hundred lived on: in exec it had no environment by which to be found."""
+    for i in range(400):
+        mark = f"starting {os.getpid()} {i}"
+        started = subprocess.Popen(
+            ["sleep", "600"], env={**os.environ, "MEGALITE_ROWS_MARK": mark}, start_new_session=True
+        )
+        try:
+            end_marked(mark)
+            assert started.wait(10) == -signal.SIGKILL
+        finally:
+            started.kill()
 
 
 @pytest.mark.full

@@ -59,11 +59,15 @@ def saved(rank: int, cfgs: Sequence[Config], world: int) -> list[int]:
         (stage,) = engine.stages.values()
         tokens = torch.arange(SEQ).remainder(jobs.VOCAB)[:, None]
         batch = MicroBatch.of_samples(tokens, tokens).shared(world, rank)
-        with Made() as made:
-            fwd = ForwardPass(1, 0, training=True, samples=range(1), positions=batch.positions)
-            loss = stage(batch.tokens_SB, batch, fwd)
-            out.append(made.live())
-        del loss
+        kept = []
+        for _ in range(3):
+            with Made() as made:
+                fwd = ForwardPass(1, 0, training=True, samples=range(1), positions=batch.positions)
+                loss = stage(batch.tokens_SB, batch, fwd)
+                kept.append(made.live())
+            del loss
+        # A thread of gloo may hold a message a moment longer than the wait for it.
+        out.append(min(kept))
     return out
 
 
