@@ -33,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megalite.core.batch import Positions
 from megalite.core.model.parameters import param_map
 from megalite.core.model.partition import split_layers
-from megalite.core.model.rotary import Rotary
 from megalite.core.options.model import ModelConfig
+from megalite.core.parts.positions.rope.tables import Rotary
 from megalite.core.sharding import Shard as Cut
 from megalite.runtime.options import cli
 

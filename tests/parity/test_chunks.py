@@ -71,8 +71,8 @@ class TestChunks(Feature):
 
     @staticmethod
     def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
-        from megalite.core.model.rotary import Temperature
         from megalite.core.parts.ffn.experts.dispatch import AllToAll
+        from megalite.core.parts.positions.rope.tables import Temperature
 
         make, cut, send = Temperature.__call__, MicroBatch.in_chunks, AllToAll.send
 

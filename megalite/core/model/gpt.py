@@ -92,7 +92,7 @@ class GPTStage(nn.Module):
             if cfg.mtp_layers:
                 self._add_predicting(layers, shared_embedding)
         numbers = [*blocks, *(cfg.mtp_layers if last else ())]
-        self._rotary, self._chunks = [layers.rotary(i) for i in numbers], [cfg.chunk_of(i) for i in numbers]
+        self._positions, self._chunks = [layers.positions(i) for i in numbers], [cfg.chunk_of(i) for i in numbers]
         if compiled:
             for block in self.layers.values():
                 compile_block(block)
@@ -138,8 +138,8 @@ class GPTStage(nn.Module):
             x = self.embedding_dropout(x, fwd)
         fwd = replace(fwd, router_weights_SB=batch.router_weights_SB)
         # The tables of each kind of layer are made once.
-        ropes = {rotary: rotary and rotary(batch.positions, x.device) for rotary in set(self._rotary)}
-        seen = [(ropes[rotary], documents[chunk]) for rotary, chunk in zip(self._rotary, self._chunks)]
+        ropes = {make: make and make(batch.positions, x.device) for make in set(self._positions)}
+        seen = [(ropes[make], documents[chunk]) for make, chunk in zip(self._positions, self._chunks)]
         with self._saving() if fwd.training else nullcontext():
             for block, sees in zip(self._blocks, seen):
                 x = self._run(block, x, *sees, fwd)

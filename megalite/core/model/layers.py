@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megalite.core.batch import Positions
 from megalite.core.mesh.context import Axis
 from megalite.core.model.dropout import Dropout, MaskWords
-from megalite.core.model.rotary import Alibi, Rotary, Temperature
 from megalite.core.model.specs import layout_holding
 from megalite.core.model.stage_log import StageLog
 from megalite.core.ops import Ops
@@ -80,7 +80,7 @@ class Layers:
     allocate: bool = True
     tp_chunks: int = 1
     recompute: Recomputation = field(default_factory=lambda: MODES["none"])
-    _rotary: dict[object, Rotary | Temperature | Alibi] = field(default_factory=dict, init=False, repr=False)
+    _positions: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     def param(self, name: str, adds_to_main_grad: bool = False) -> ShardedParameter:
         """Make this rank's (uninitialized) shard of a declared parameter."""
@@ -184,19 +184,10 @@ class Layers:
         rate = self.cfg.attention_dropout if site == "attention" else self.cfg.hidden_dropout
         return Dropout(rate, self.words, (layer, site), self.ops.keep_mask)
 
-    def rotary(self, layer: int) -> Rotary | Temperature | Alibi | None:
-        """Return the tables of positions of a layer, shared by all layers with equal ones; None where it has none."""
-        if self.cfg.position == "alibi":
-            return self._rotary.setdefault("alibi", Alibi())
-        if self.cfg.position != "rope":
-            return None
-        cfg, frequencies = self.cfg, (self.cfg.rope_theta, self.cfg.rope_scaling, self.cfg.rope_linear_factor)
-        if not cfg.has_rope(layer):
-            temperature = Temperature(cfg.attention_temperature, cfg.attention_temperature_floor)
-            return self._rotary.setdefault("temperature", temperature)
-        if cfg.rope_theta_local is not None and cfg.window_of(layer) is not None:
-            frequencies = cfg.rope_theta_local, None, 1.0
-        return self._rotary.setdefault(frequencies, Rotary(cfg.rotary_dim, *frequencies))
+    def positions(self, layer: int) -> Callable[[Positions, torch.device], Rope] | None:
+        """Return what makes a layer's tables of positions, the same where they are equal; None: it has none."""
+        tables = self.cfg.position_kind.tables(self.cfg, layer)
+        return self._positions.setdefault(tables, tables)
 
 
 class Norm(nn.Module):

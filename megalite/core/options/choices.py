@@ -1,4 +1,5 @@
-"""The parts of a model that a family chooses by name: the activation of the MLP, the norm, and the kind of each block.
+"""The parts of a model that a family chooses by name: the activation of the MLP, the norm, positions, and the kind of
+each block.
 
 Data without torch: the functions are made when the model is built, from the kernels in use (`megalite.core.ops.Ops`).
 """
@@ -70,6 +71,40 @@ NORMS: dict[str, Norm] = {
     "layernorm": Norm(lambda ops: (ops.layernorm, ops.add_layernorm), bias=True, statistics=2),
 }
 """Name (`--norm`) -> norm."""
+
+
+class Position:
+    """What attention knows of positions. A description, read without torch; this one knows nothing.
+
+    Attributes:
+        columns: columns of queries, keys and values beside those of a head.
+        exact_length: longest sample that it is exact for; None: any.
+    """
+
+    columns = 0
+    exact_length: int | None = None
+
+    def check(self, m: Any) -> None:
+        """Check the options of a model (`ModelConfig`).
+
+        Raises:
+            UserError: they do not fit together.
+        """
+
+    def tables(self, cfg: Any, layer: int) -> Any:
+        """Return what makes a layer's tables, (`Positions`, device) -> tensors, equal where layers share them; None:
+        it has none.
+        """
+        return None
+
+    def of_queries(self, cfg: Any, heads: slice, scale: float, dtype: Any, device: Any) -> Any:
+        """Return the columns of queries, [heads, columns] of `dtype`; their product with those of keys is multiplied by
+        `scale`. Asked where it has columns.
+        """
+
+
+POSITIONS: Table[Position] = Table("megalite.core.parts.positions", "POSITION")
+"""Name (`--position`) -> kind."""
 
 
 class BlockKind(NamedTuple):

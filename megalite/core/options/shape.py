@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megalite.core.base.errors import in_range, require
-from megalite.core.options.choices import ACTIVATIONS, FAMILIES, NORMS, Activation, Norm
+from megalite.core.options.choices import ACTIVATIONS, FAMILIES, NORMS, POSITIONS, Activation, Norm, Position
 from megalite.core.options.names import Choices
 
 MAX_LAYERS = 10_000
 """Parameters are listed per layer: without a limit, the list could take all memory before anything is checked."""
-ALIBI_COLUMNS = 8
-"""Columns of queries and keys that hold ALiBi's bias; kernels take head sizes that 8 divides."""
-ALIBI_POSITIONS = 2**16
-"""Positions up to which its two digits are exact in bf16."""
 # Samples and rotary tables of one sequence are made before its first step.
 _MAX_SEQ_LEN = 2**24
 
@@ -53,7 +49,7 @@ class ModelShape:
     (Gemma), or with --parallel-residual the input of both sub-layers once (shared; GPT-J)."""
     zero_centered_norm: bool = False
     """Scale by 1 + weight in norms (Gemma)."""
-    position: Literal["rope", "learned", "alibi"] = "rope"
+    position: Annotated[str, Choices(POSITIONS)] = "rope"
     """Rotary or learned absolute position embeddings, or scores that fall with the distance, each head with a slope of
     its own (alibi; BLOOM)."""
     position_offset: int = 0
@@ -114,7 +110,7 @@ class ModelShape:
     @property
     def key_size(self) -> int:
         """Width in which attention meets queries, keys and values."""
-        return self.head_size + ALIBI_COLUMNS * (self.position == "alibi")
+        return self.head_size + self.position_kind.columns
 
     @property
     def ffn_size(self) -> int:
@@ -138,6 +134,10 @@ class ModelShape:
     @property
     def norm_kind(self) -> Norm:
         return NORMS[self.norm]
+
+    @property
+    def position_kind(self) -> Position:
+        return POSITIONS[self.position]
 
     @property
     def gated(self) -> bool:
@@ -196,13 +196,4 @@ class ModelShape:
             "an output layer that shares its weights has no bias",
             "drop one of the two",
         )
-        alibi = self.position == "alibi"
-        for given, wrong, why in (
-            (f"--attention-softcap {self.attention_softcap}", self.attention_softcap is not None, "would cap the bias"),
-            (
-                f"--seq-len {self.seq_len}",
-                self.seq_len > ALIBI_POSITIONS,
-                f"is longer than the {ALIBI_POSITIONS} positions that its bias is exact for",
-            ),
-        ):
-            require(not alibi or not wrong, f"{given} with --position alibi", why, "change one of the two")
+        self.position_kind.check(self)

@@ -19,7 +19,6 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis, ParallelContext
 from megalite.core.model.gpt import GPTStage
 from megalite.core.options.parallel import ParallelConfig
-from megalite.core.options.shape import ALIBI_POSITIONS
 from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.executor import Executor, forward_program
@@ -63,8 +62,9 @@ def scoring_config(
         require(requested <= limit, f"--max-length {requested}", f"must be {at_most}", "lower it")
         rule = f"{requested} tokens are padded to {length}, a multiple of it, and there may be {at_most}"
         raise UserError(f"--tp {tp}", rule, f"give --max-length {limit // tp * tp}, or another --tp")
-    exact = f"must be at most {ALIBI_POSITIONS}, up to which ALiBi's bias is exact"
-    require(weights.cfg.position != "alibi" or length <= ALIBI_POSITIONS, f"--max-length {length}", exact, "lower it")
+    most = weights.cfg.position_kind.exact_length
+    exact = f"must be at most {most}, up to which its positions are exact"
+    require(most is None or length <= most, f"--max-length {length}", exact, "lower it")
     require(
         world % (tp * pp) == 0,
         f"{world} rank{'s' * (world > 1)} with --tp {tp} --pp {pp}",

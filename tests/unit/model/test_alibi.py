@@ -11,8 +11,7 @@ import torch
 from megalite.core import ops as kernels
 from megalite.core.base.errors import UserError
 from megalite.core.batch import Documents, Mask, Positions
-from megalite.core.model.rotary import Alibi
-from megalite.core.parts.mixers.gqa import alibi
+from megalite.core.parts.positions.alibi import columns as alibi
 from megalite.runtime.options.cli import parse
 
 CPU = torch.device("cpu")
@@ -28,8 +27,8 @@ def test_slopes_are_those_of_the_paper() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_of_columns_are_the_bias(dtype: torch.dtype) -> None:
     slopes, length, scale = alibi.slopes(12), 2**16, 64**-0.5
-    queries = alibi.of_queries(slopes, scale, dtype, CPU)
-    (keys,) = Alibi()(Positions.of_samples(length), CPU)
+    queries = alibi.of_queries(slopes, scale, 8, dtype, CPU)
+    (keys,) = alibi.OfKeys(8)(Positions.of_samples(length), CPU)
     assert torch.equal(keys.to(dtype).float(), keys)
     bias = scale * queries.double() @ keys[:, 0].double().T
     expected = torch.tensor(slopes).double()[:, None] * torch.arange(length)
@@ -43,9 +42,9 @@ def test_attention_is_that_with_a_bias(documents: bool) -> None:
     starts = (torch.arange(length)[:, None] // torch.tensor([70, 110])) * torch.tensor([70, 110])
     own = Documents.of(starts.T.numpy(), starts) if documents else None
     slopes, scale = alibi.slopes(heads), width**-0.5
-    (columns,) = Alibi()(Positions.of_samples(length, own), CPU)
-    of_q = alibi.of_queries(slopes, scale, torch.float32, CPU)[:, None].expand(2, -1, length, -1)
-    of_k = columns.permute(1, 0, 2)[:, None].expand(2, heads, -1, -1)
+    (of_keys,) = alibi.OfKeys(8)(Positions.of_samples(length, own), CPU)
+    of_q = alibi.of_queries(slopes, scale, 8, torch.float32, CPU)[:, None].expand(2, -1, length, -1)
+    of_k = of_keys.permute(1, 0, 2)[:, None].expand(2, heads, -1, -1)
     attention = kernels.resolve(None, CPU, torch.float32).attention
     wide = attention(torch.cat((q, of_q), -1), torch.cat((k, of_k), -1), v, Mask(), own, scale=scale)
 

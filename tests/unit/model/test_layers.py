@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megalite.core import ops as kernels
-from megalite.core.batch import ForwardPass, Positions
+from megalite.core.batch import Documents, ForwardPass, Positions
 from megalite.core.model.parameters import param_map
-from megalite.core.options.choices import ACTIVATIONS, NORMS
+from megalite.core.options.choices import ACTIVATIONS, NORMS, POSITIONS
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.rope import SCALING_FIELDS, RopeScaling
 from megalite.core.parts.mixers.gqa.attention import Attention
@@ -85,7 +85,7 @@ def test_rotary_tables_are_those_of_transformers(theta: float, fraction: float, 
     else:
         dim = int(128 * fraction)
         frequencies = 1 / theta ** (torch.arange(0, dim, 2) / dim)
-    rotary = layers_of(cfg).rotary(0)
+    rotary = layers_of(cfg).positions(0)
     assert rotary is not None
     tables = rotary(Positions.of_samples(256), CPU)
     assert tables is not None
@@ -94,6 +94,27 @@ def test_rotary_tables_are_those_of_transformers(theta: float, fraction: float, 
     assert cos.dtype == sin.dtype == torch.float32
     torch.testing.assert_close(cos, angles.cos() * amplitude, rtol=0, atol=3e-5)
     torch.testing.assert_close(sin, angles.sin() * amplitude, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_attention_knows_the_order_and_not_what_comes_before_a_document(name: str) -> None:
+    """Without what it knows, a query sees a set of keys: the same in another order."""
+    cfg = tiny(position=name)
+    layers, order = layers_of(cfg), torch.tensor([1, 0, 2, 4, 3, 5])
+    attention, make = Attention(layers, 0, recompute_core=False), layers.positions(0)
+    assert layers.positions(1) is make
+    qkv = torch.randn(6, 2, 3 * 32, generator=torch.Generator().manual_seed(4))
+
+    def attend(qkv: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        known = make and make(Positions.of_samples(len(qkv), documents), CPU)
+        return attention._core(qkv.clone(), known, documents, TRAINING)
+
+    alone, moved = attend(qkv), attend(qkv[order])
+    assert torch.allclose(moved[-1], alone[-1], rtol=1e-5, atol=1e-6) == (make is None)
+    starts = torch.tensor([0] * 4 + [4] * 6)[:, None].expand(-1, 2)
+    packed = attend(torch.cat((qkv[:4] + 1, qkv)), Documents(starts))
+    torch.testing.assert_close(packed[4:], alone, rtol=1e-5, atol=1e-6)
+    assert (cfg.position_kind.columns > 0) == (cfg.key_size > cfg.head_size)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

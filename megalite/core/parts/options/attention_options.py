@@ -86,11 +86,6 @@ class AttentionRules(PartRules["ModelConfig", "StepConfig"]):
                 chunk and m.window,
                 "a layer has one limit",
             ),
-            (
-                "--attention-sinks with --position alibi",
-                m.attention_sinks and m.position == "alibi",
-                "scores have a bias that is right up to a constant, which a sink would see",
-            ),
             ("--attention-chunk-size with --kv-lora-rank", chunk and m.kv_lora_rank is not None, "has no chunks here"),
         ):
             require(not wrong, given, why, "drop it")

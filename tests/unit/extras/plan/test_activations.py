@@ -81,10 +81,8 @@ def _saved(cfg: Config, ctx: Any) -> Counter[int]:
     engine.optimizer.wait_weights()
     (stage,) = engine.stages.values()
     apart = {p.untyped_storage().data_ptr() for p in stage.parameters()}
-    for rotary in stage._rotary:
-        if not rotary:
-            continue
-        tables = rotary(Positions.of_samples(SEQ), torch.device("cpu"))
+    for make in filter(None, stage._positions):
+        tables = make(Positions.of_samples(SEQ), torch.device("cpu"))
         assert tables is not None
         apart |= {table.untyped_storage().data_ptr() for table in tables}
     kept: dict[int, torch.Tensor] = {}

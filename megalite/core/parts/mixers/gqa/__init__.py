@@ -130,9 +130,9 @@ def _qk_norms(cfg: ModelConfig, name: str, q: int, kv: int) -> list[ParamSpec]:
 
 
 def _read(cfg: StepConfig) -> list[SavedTensor]:
-    """List what kernels of attention keep of their input, and with ALiBi's columns of an output that is cut."""
+    """List what kernels of attention keep of their input, and with columns of positions of an output that is cut."""
     m = cfg.model
-    if m.position != "alibi":
+    if m.key_size == m.head_size:
         return [_packed(cfg)]
     heads = {"queries": m.num_heads, "keys": m.kv_heads, "values": m.kv_heads, "output before the cut": m.num_heads}
     return [inside(cfg, name, element_size(cfg) * n * m.key_size) for name, n in heads.items()]

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from megalite.core.batch import Documents, ForwardPass, Mask
 from megalite.core.mesh import collectives
 from megalite.core.model.layers import Layers, Rope, norm_scale
-from megalite.core.parts.mixers.gqa import alibi
 
 
 class Attention(nn.Module):
@@ -38,11 +37,11 @@ class Attention(nn.Module):
         self.attention, self.rope_qkv = layers.ops.attention, layers.ops.rope_qkv
         self.dropout, self.first_head = layers.dropout("attention", index), layers.tp.rank * self.num_heads
         self.biases = None
-        if cfg.position == "alibi":
+        if cfg.position_kind.columns:
             # By the head's number in the whole model; what scores are scaled by must be known here.
             self.scale = cfg.head_size**-0.5 if self.scale is None else self.scale
-            own = alibi.slopes(cfg.num_heads)[self.first_head : self.first_head + self.num_heads]
-            self.biases = alibi.of_queries(own, self.scale, layers.dtype, layers.device)
+            own = slice(self.first_head, self.first_head + self.num_heads)
+            self.biases = cfg.position_kind.of_queries(cfg, own, self.scale, layers.dtype, layers.device)
         self.gated = cfg.attention_output_gate
         self.sinks = layers.param(f"{name}.sinks") if cfg.attention_sinks else None
         self.qkv_proj = layers.column(f"{name}.qkv_proj")
@@ -112,11 +111,11 @@ class Attention(nn.Module):
     def _with_biases(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Append ALiBi's columns to q and k [S, B, heads, D], and zeros to v: kernels take one width."""
+        """Append the columns of positions to q and k [S, B, heads, D], and zeros to v: kernels take one width."""
         assert self.biases is not None
         assert rope is not None
-        slopes, positions = self.biases, rope[0].to(k.dtype).unsqueeze(2)
-        q = torch.cat((q, slopes.expand(*q.shape[:3], -1)), dim=-1)
+        positions = rope[0].to(k.dtype).unsqueeze(2)
+        q = torch.cat((q, self.biases.expand(*q.shape[:3], -1)), dim=-1)
         k = torch.cat((k, positions.expand(*k.shape[:3], -1)), dim=-1)
         return q, k, F.pad(v, (0, k.shape[-1] - v.shape[-1]))
 

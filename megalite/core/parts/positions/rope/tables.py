@@ -1,22 +1,17 @@
-"""The tables of positions: rotary ones, with the frequencies that longer contexts take, and ALiBi's."""
+"""The tables of rotary positions, with the frequencies that longer contexts take, and of layers without them."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
 from megalite.core.batch import Positions
 from megalite.core.options.rope import RopeScaling
-from megalite.core.options.shape import ALIBI_COLUMNS
-
-ALIBI_TERMS = 3
-"""Columns that a slope is the sum of."""
-ALIBI_DIGIT = 256
-"""What positions are written by: bf16 holds whole numbers up to here."""
 
 
+@dataclass(frozen=True)
 class Temperature:
     """Makes what layers without rope multiply queries by: more at positions where a softmax has more keys to tell apart
     (Nakanishi 2025, arXiv:2501.19399; Llama 4).
@@ -26,8 +21,8 @@ class Temperature:
         floor: number of positions of one step.
     """
 
-    def __init__(self, strength: float, floor: int) -> None:
-        self.strength, self.floor = strength, floor
+    strength: float
+    floor: int
 
     def __call__(self, positions: Positions, device: torch.device) -> tuple[torch.Tensor, ...] | None:
         """Return (factors,), fp32 [tokens, B or 1, 1]; None where all are 1."""
@@ -37,23 +32,7 @@ class Temperature:
         return (positions.look_up((1 + self.strength * (at / self.floor).floor().log1p())[:, None]),)
 
 
-class Alibi:
-    """Makes ALiBi's columns of keys (see `parts.mixers.gqa.alibi`), and keeps those of the longest samples: digits of
-    positions, once for each term of a slope.
-    """
-
-    def __init__(self) -> None:
-        self._table: torch.Tensor | None = None
-
-    def __call__(self, positions: Positions, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return (columns,), fp32 [tokens, B or 1, ALIBI_COLUMNS]."""
-        if self._table is None or len(self._table) < positions.length:
-            at = torch.arange(positions.length, device=device)
-            digits = torch.stack((at // ALIBI_DIGIT, at % ALIBI_DIGIT), -1).float().repeat(1, ALIBI_TERMS)
-            self._table = F.pad(digits, (0, ALIBI_COLUMNS - digits.shape[1]))
-        return (positions.look_up(self._table),)
-
-
+@dataclass(unsafe_hash=True)
 class Rotary:
     """Makes cos and sin (Su et al. 2021, section 3.4), and keeps those of the longest samples.
 
@@ -66,20 +45,19 @@ class Rotary:
         divisor: divisor of all frequencies (position interpolation, Chen et al. 2023).
     """
 
-    def __init__(self, dim: int, theta: float, scaling: RopeScaling | None, divisor: float = 1.0) -> None:
-        self.dim = dim
-        self.theta = theta
-        self.scaling = scaling
-        self.divisor = divisor
-        self._amplitude = 1.0 if scaling is None else scaling.amplitude
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+    dim: int
+    theta: float
+    scaling: RopeScaling | None = None
+    divisor: float = 1.0
+    _tables: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False, compare=False, repr=False)
 
     def __call__(self, positions: Positions, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cos, sin), fp32 [tokens, dim / 2], or [tokens B, dim / 2] where the samples have documents."""
         if self._tables is None or len(self._tables[0]) < positions.length:
             freq = self._frequencies(device)
             angles = torch.outer(torch.arange(positions.length, dtype=torch.float32, device=device), freq)
-            self._tables = angles.cos() * self._amplitude, angles.sin() * self._amplitude
+            amplitude = 1.0 if self.scaling is None else self.scaling.amplitude
+            self._tables = angles.cos() * amplitude, angles.sin() * amplitude
         cos, sin = (positions.look_up(table).flatten(0, 1) for table in self._tables)
         return cos, sin
 
