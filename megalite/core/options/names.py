@@ -18,15 +18,27 @@ class Choices:
     Attributes:
         table: table whose keys are the names.
         others: further names.
+        with_argument: how a name with an argument is written, where the table reads it.
     """
 
     table: Mapping[str, Any]
     others: tuple[str, ...] = ()
+    with_argument: str = ""
 
     @property
     def names(self) -> list[str]:
         """All names, in order."""
         return [*self.others, *self.table]
+
+    @property
+    def rule(self) -> str:
+        """What a value must be, in words."""
+        names = self.names
+        rule = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+        return f"{rule}, or {self.with_argument}" if self.with_argument else rule
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.table or name in self.others
 
 
 def mark_of(hint: Any) -> Choices | None:
@@ -42,9 +54,8 @@ def check_names(options: Any) -> None:
     """
     for field, mark in _marked(type(options)):  # type: ignore[arg-type]
         name = getattr(options, field)
-        if name not in mark.table and name not in mark.others:
-            flag = f"--{dashed(field)} {name}"
-            raise UserError(flag, f"must be one of {', '.join(mark.names)}", suggest(str(name), mark.names))
+        if name not in mark:
+            raise UserError(f"--{dashed(field)} {name}", f"must be {mark.rule}", suggest(str(name), mark.names))
 
 
 @cache

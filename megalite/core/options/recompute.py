@@ -24,11 +24,24 @@ class Recomputation:
     Attributes:
         extent: index of a block -> what it recomputes; a module that predicts further tokens is a block after the last.
         most: largest extent of any block.
+        of: reads an argument (NAME:ARGUMENT) and returns the mode with it, None if it is not valid; None: takes none.
     """
 
     extent: Callable[[int], Extent]
     most: Extent
+    of: Callable[[str], Recomputation | None] | None = None
 
 
-MODES: Table[Recomputation] = Table("megalite.core.parts.recompute", "MODE")
-"""Name (`--recompute`) -> mode."""
+class _Modes(Table[Recomputation]):
+    def __getitem__(self, spec: str) -> Recomputation:
+        name, colon, argument = spec.partition(":")
+        mode: Recomputation | None = super().__getitem__(name)
+        if colon:
+            mode = mode.of(argument) if mode is not None and mode.of else None
+        if mode is None:
+            raise KeyError(spec)
+        return mode
+
+
+MODES: Table[Recomputation] = _Modes("megalite.core.parts.recompute", "MODE")
+"""Name (`--recompute`), or NAME:ARGUMENT -> mode."""

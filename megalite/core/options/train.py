@@ -39,8 +39,9 @@ class TrainConfig:
     """Compute what --fp8 would on any device, slower than bf16: codes as on a GPU, multiplied in fp32."""
     fp8_keep_bf16: int = 0
     """Number of first, and of last, blocks that --fp8 leaves alone."""
-    recompute: Annotated[str, Choices(MODES)] = "none"
-    """What to recompute in the backward pass: nothing, the attention core (selective), or whole blocks (full)."""
+    recompute: Annotated[str, Choices(MODES, with_argument="NAME:SHARE above 0 and below 1")] = "none"
+    """What to recompute in the backward pass: nothing, the attention core (selective), or whole blocks (full); with a
+    share, in that part of the blocks, spread over the model (full:0.5, full:1/3)."""
     ops: str = "auto"
     """Kernels: one backend for all ops (auto, torch, triton, cuda, cpp, onednn, apex), or OP=BACKEND pairs separated by
     commas."""

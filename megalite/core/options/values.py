@@ -92,7 +92,10 @@ def choices_of(hint: Any) -> list[str]:
 def rule_of(hint: Any) -> str:
     """Return which values a type allows, in words."""
     kind = _without_none(hint)
-    if choices := choices_of(kind):
+    choices = choices_of(kind)
+    if mark := mark_of(kind):
+        rule = mark.rule
+    elif choices:
         rule = f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     elif dataclasses.is_dataclass(kind):
         rule = f"a mapping of {', '.join(get_type_hints(kind))}"
@@ -119,9 +122,11 @@ def _convert(kind: Any, value: Any) -> Any:
         hints = get_type_hints(kind)
         return kind(**{name: _convert(hints[str(name)], item) for name, item in tree.items()})  # type: ignore[operator]
     if words := choices_of(kind):
-        choices = words if mark_of(kind) else get_args(kind)
         # YAML reads `off` without quotes as False.
-        return choices[words.index("off" if value is False and "off" in words else str(value))]
+        word = "off" if value is False and "off" in words else str(value)
+        if (mark := mark_of(kind)) and word in mark:
+            return word
+        return get_args(kind)[words.index(word)]
     if kind in (int, float) and isinstance(value, str):
         value = kind(value)  # all words of a command line, and what YAML 1.1 takes for text: 1e-4
     elif kind is str and not isinstance(value, bool | list | dict | None):

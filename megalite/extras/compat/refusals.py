@@ -36,7 +36,7 @@ DeepSpeed's engine and its optimizer are not used
     no-pipeline-parallel ds-fused-adam
 the launcher sets the rank of each process
     lazy-mpu-init
-full recomputes every block, selective the attention core; there is nothing in between
+full recomputes every block, selective the attention core; --recompute full:SHARE does so in a share of the blocks
     recompute-* checkpoint-num-layers distribute-*-activations partition-activations contigious-checkpointing
 tokens are sorted and multiplied in groups in one way
     moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion

@@ -1,11 +1,35 @@
-"""The same for every block: nothing, the core of its mixer (arXiv:2205.05198, section 5), or all of it."""
+"""The same for every block: nothing, the core of its mixer (arXiv:2205.05198, section 5), or all of it; or so for a
+share of the blocks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fractions import Fraction
+
 from megalite.core.options.recompute import Extent, Recomputation
 
+
+def _uniform(extent: Extent) -> Recomputation:
+    return Recomputation(lambda block: extent, extent, _share(extent) if extent else None)
+
+
+def _share(extent: Extent) -> Callable[[str], Recomputation | None]:
+    def of(argument: str) -> Recomputation | None:
+        """Read the share of the blocks; they are spread over the model, and so over the stages of a pipeline."""
+        try:
+            share = Fraction(argument)
+        except (ValueError, ZeroDivisionError):
+            return None
+        if not 0 < share < 1:
+            return None
+        return Recomputation(lambda i: extent if (i + 1) * share // 1 > i * share // 1 else Extent.NOTHING, extent)
+
+    return of
+
+
 MODE = {
-    "none": Recomputation(lambda block: Extent.NOTHING, Extent.NOTHING),
-    "selective": Recomputation(lambda block: Extent.CORE, Extent.CORE),
-    "full": Recomputation(lambda block: Extent.BLOCK, Extent.BLOCK),
+    "none": _uniform(Extent.NOTHING),
+    "selective": _uniform(Extent.CORE),
+    "full": _uniform(Extent.BLOCK),
 }
