@@ -14,6 +14,6 @@ use_environment dev
     say "megatron-core could not be installed: the tests that compare with it will be skipped"
 [ "${1:-}" = --quick ] && exec "$PYTHON" -m tests.quick
 say "running the tests"
-# Many tests wait (for a launcher's time limits, for a rank to be noticed): three at a time fill two cores. By file, so
+# Many tests wait (for a launcher's time limits, for a rank to be noticed): four at a time fill two cores. By file, so
 # that each process keeps its own workers; in the order of their names, since those that wait longest are in faults/.
-exec "$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder $full "$@"
+exec "$PYTHON" -m pytest -n 4 --dist loadfile --no-loadscope-reorder $full "$@"

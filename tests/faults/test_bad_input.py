@@ -16,7 +16,6 @@ import pytest
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from tests.faults.zygote import Left, Zygote
 from tests.ranks import ROOT, finish, start_ranks
-from tests.rows import always_run
 
 TINY = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--seq-len", "16", "--device", "cpu"),
@@ -104,7 +103,8 @@ if os.environ.get("RANK") == "1":
 }
 
 
-@pytest.mark.parametrize("slow", always_run(SLOW, next(iter(SLOW))))
+@pytest.mark.full
+@pytest.mark.parametrize("slow", SLOW)
 def test_torchrun_ends_no_rank_before_it_was_told(tmp_path: Path, slow: str) -> None:
     """torchrun ends all ranks as soon as one has left, and rank 0, who tells, may be the last to start."""
     (tmp_path / "sitecustomize.py").write_text(SLOW[slow])

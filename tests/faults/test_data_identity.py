@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from tests.faults.zygote import Zygote
@@ -66,6 +67,7 @@ def test_data_that_changed_since_the_save(zygote: Zygote, tmp_path: Path) -> Non
     assert not errors(zygote, tmp_path, *flags, *more)
 
 
+@pytest.mark.full
 def test_data_overwritten_in_mid_run(zygote: Zygote, tmp_path: Path) -> None:
     """By other ids that are valid as well; once with checksums and once without."""
     for name, sidecar, words in (("a", True, "differ from what preprocessing"), ("b", False, "was changed while")):

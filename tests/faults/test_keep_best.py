@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from megalite.runtime.checkpoint.load import read_meta
 from tests.faults.harness import begin, codes, committed, evaluations, kill, outcome
 from tests.faults.zygote import Zygote
@@ -20,6 +22,7 @@ def losses(run_dir: Path) -> dict[str, float]:
     return {name: read_meta(folder / name)["valid_loss"] for name in committed(run_dir)}
 
 
+@pytest.mark.full
 def test_the_best_outlives_later_saves_and_kills(zygote: Zygote, tmp_path: Path) -> None:
     """Killed between the save of the best and the end, the run that is started again leaves the same checkpoints."""
     whole = tmp_path / "whole"

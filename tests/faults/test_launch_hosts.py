@@ -46,6 +46,7 @@ def metrics(run_dir: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines if "event" not in line]
 
 
+@pytest.mark.full
 def test_two_hosts_train_as_one(hosts: Hosts, tmp_path: Path) -> None:
     two = Launch(hosts, tmp_path, pretrain(tmp_path / "two"))
     assert two.end() == 0, two.text()

@@ -26,6 +26,7 @@ def layout_of(run_dir: Path) -> dict[str, object]:
     return {name: tree[GROUP_OF[name]][name] for name in LAYOUT}
 
 
+@pytest.mark.full
 def test_a_run_keeps_the_layout_that_was_chosen_for_it(zygote: Zygote, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [*FLAGS.split(), "--run-dir", str(run_dir)]

@@ -385,7 +385,8 @@ CURED = [
 ]
 
 
-@pytest.mark.parametrize("row", always_run(CURED, CURED[0]), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("row", CURED, ids=str)
 def test_a_passing_fault_is_cured_and_named(zygote: Zygote, tmp_path: Path, row: tuple[Any, ...]) -> None:
     """Numbers spoiled once, in a gradient or between two steps: the run ends as the one that nothing happens to."""
     world, flags, place, rank, said = row
@@ -445,7 +446,8 @@ NOT_HARDWARE = [
 ]
 
 
-@pytest.mark.parametrize("row", always_run(NOT_HARDWARE, NOT_HARDWARE[0]), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("row", NOT_HARDWARE, ids=str)
 def test_bad_data_are_not_blamed_on_hardware(zygote: Zygote, tmp_path: Path, row: tuple[Any, ...]) -> None:
     """A sample whose gradients are NaN wherever they are computed."""
     world, flags, obstacle = row

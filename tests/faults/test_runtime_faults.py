@@ -239,6 +239,7 @@ def spiking(zygote: Zygote, folder: Path, *more: dict[str, Any], steps: int = 14
     return zygote.start([*RUN, *flags, "--run-dir", str(folder / "run")], 2, folder, in_batch("spike", 88), *more)
 
 
+@pytest.mark.full
 def test_loss_spike_rewinds_and_skips(zygote: Zygote, tmp_path: Path) -> None:
     """Row 29: back to step 8, and on with the sample after the spike; interrupted anywhere, it comes to the same."""
     once, again, stopped = (tmp_path / name for name in ("once", "again", "stopped"))
@@ -382,6 +383,7 @@ def test_a_run_that_is_stopped_can_exit_as_its_launcher_asks(zygote: Zygote, tmp
     assert f"step_{steps[-1][0]:08d}" in committed(tmp_path / "run")
 
 
+@pytest.mark.full
 def test_a_smaller_world_goes_on(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """A lost host: dp 2 -> 1 -> 2, the same samples in the same order."""
     run = [*RUN, "--lr-decay-steps", "8", "--run-dir", str(tmp_path / "run")]

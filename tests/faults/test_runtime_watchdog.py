@@ -30,6 +30,7 @@ HANGS = {
     "holds_the_interpreter": ("gil", "eval", 4, ["in hold_interpreter", "in evaluation (step 4"]),
     "reads_forever": ("hang", "data", 56, ["in reading data (step 7"]),
 }
+ALWAYS = ("stopped_in_an_evaluation", "holds_the_interpreter")
 
 
 class Hung(NamedTuple):
@@ -39,10 +40,11 @@ class Hung(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def hung(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hung]:
+def hung(request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hung]:
     """All of them at once: they mostly wait."""
     jobs: dict[str, tuple[Path, Job]] = {}
-    for name, (kind, place, at, _) in HANGS.items():
+    for name in HANGS if request.config.getoption("--full") else ALWAYS:
+        kind, place, at, _ = HANGS[name]
         folder = tmp_path_factory.mktemp(name)
         fault = {"rank": 1, "kind": kind, "place": place, "at": at}
         jobs[name] = folder, zygote.start([*FLAGS, "--run-dir", str(folder / "run")], 2, folder, fault)
@@ -57,7 +59,7 @@ def hung(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", always_run(HANGS, "stopped_in_an_evaluation", "holds_the_interpreter"))
+@pytest.mark.parametrize("name", always_run(HANGS, *ALWAYS))
 def test_the_culprit_is_named_and_all_end(
     zygote: Zygote, hung: dict[str, Hung], straight: tuple[Any, str], name: str
 ) -> None:
@@ -106,6 +108,7 @@ def watchdogs(folder: Path) -> int:
     return len(processes_of(folder))
 
 
+@pytest.mark.full
 def test_a_rank_and_its_watchdog_stopped_together_are_left_alone(running: Job, zygote: Zygote, tmp_path: Path) -> None:
     """Ctrl-Z, or a frozen container, for longer than the timeout."""
     assert watchdogs(tmp_path) == 2

@@ -118,6 +118,7 @@ def test_a_run_continues_from_the_store_after_its_disk_is_lost(s3: S3, tmp_path:
     assert kept == ["step_00000004", "step_00000006"]
 
 
+@pytest.mark.full
 def test_uploads_that_fail_in_a_row_end_a_run(s3: S3, proxy: BreakingProxy, zygote: Zygote, tmp_path: Path) -> None:
     """With `--save-errors stop`, after three; every local checkpoint is whole, and nothing shows in the store."""
     url, cache = s3.url("runs/forbidden"), tmp_path / "cache"

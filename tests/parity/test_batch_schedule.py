@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
@@ -43,6 +44,7 @@ def test_same_in_every_layout(pool: WorkerPool) -> None:
             np.testing.assert_allclose(got[name], w, rtol=1e-4, atol=1e-5 * np.abs(w).max(), err_msg=f"{row}: {name}")
 
 
+@pytest.mark.full
 def test_resumed_in_the_middle_of_a_ramp(pool: WorkerPool, tmp_path: Path) -> None:
     """To the bit in the same layout, to 1e-5 in another."""
     model = [*MODEL, *RAMP, "--lr-by", "samples"]

@@ -59,6 +59,7 @@ def test_schedules_and_one_process_give_the_same_bits(pool: WorkerPool) -> None:
     assert any(np.frombuffer(b, np.float32).any() for b in single(model).values())
 
 
+@pytest.mark.full
 def test_with_dropout_recompute_and_tensor_parallel(pool: WorkerPool) -> None:
     """The hardest mixture: sequence parallelism, gathers in W, masks drawn again, blocks run again."""
     model = dataclasses.replace(jobs.llama(), hidden_dropout=0.1, attention_dropout=0.1)

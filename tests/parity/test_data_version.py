@@ -14,7 +14,6 @@ from megalite.runtime.checkpoint.manifest import commit_text
 from megalite.runtime.data.blend import BlendOrder
 from megalite.runtime.start import resume, start
 from tests.parity.runs import MODEL, losses, train
-from tests.rows import always_run
 from tests.workers import WorkerPool
 
 
@@ -33,7 +32,8 @@ def meta_of(run_dir: Path, step: int) -> dict[str, Any]:
     return json.loads((run_dir / "checkpoints" / f"step_{step:08}" / "manifest.json").read_text())["meta"]
 
 
-@pytest.mark.parametrize("version", always_run([1, 2], 1))
+@pytest.mark.full
+@pytest.mark.parametrize("version", [1, 2])
 def test_an_older_checkpoint_keeps_its_order(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:

@@ -106,7 +106,8 @@ HALVES: list[list[tuple[int, list[str]]]] = [
 ]
 
 
-@pytest.mark.parametrize("halves", always_run(HALVES, HALVES[0]), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("halves", HALVES, ids=str)
 def test_a_resume_on_other_replicas_is_the_run_that_never_stopped(
     pool: WorkerPool, tmp_path: Path, halves: list[tuple[int, list[str]]]
 ) -> None:

@@ -176,7 +176,8 @@ def noted(rank: int, cfg: Config, world: int, how: str) -> tuple[list[tuple[floa
         return losses(rank, cfg, world, 2), gathered
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("blockwise", marks=pytest.mark.full), "mxfp8"])
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_codes_of_norms_and_activations(pool: WorkerPool, recipe: str) -> None:
     """What norms and SwiGLU note is multiplied, and gathered in 8 bits: the same bits as quantized by the products."""
     cfg = config(recipe, {"tp": 2})
@@ -331,7 +332,8 @@ def test_evaluations_and_resuming_take_codes_of_their_weights(pool: WorkerPool, 
     assert len(measured[0]) >= 6
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("blockwise", marks=pytest.mark.full), "tensorwise"])
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
 def test_recomputation_and_split_backward_change_not_a_bit(pool: WorkerPool, recipe: str) -> None:
     """What backward quantizes again has the same codes."""
     cfg = config(recipe)
@@ -391,6 +393,7 @@ def test_checkpoints_hold_no_fp8(tmp_path: Path) -> None:
     assert loss == whole[2]["loss"]
 
 
+@pytest.mark.full
 def test_largest_inputs_are_in_the_metrics(tmp_path: Path) -> None:
     lines = run(tmp_path / "run", 5, *FP8, "--log-every", "2")
     assert [line["step"] for line in lines if "fp8_amax" in line] == [2, 4, 5]

@@ -32,7 +32,6 @@ from tests.parity import jobs, models, runs
 from tests.parity.harness import boxes_of, put_together
 from tests.parity.matrices import CUT, MIXTRAL, SMALL, Outcome, assert_same, products_in_fp32, trained
 from tests.parity.oracle import hf_llama, initial_weights
-from tests.rows import always_run
 from tests.workers import WorkerPool
 
 # (tp, pp) -> (layout, training options) that share the start of their ranks.
@@ -109,7 +108,8 @@ TURNS: dict[tuple[int, tuple[tuple[str, Any], ...]], list[tuple[Any, dict[str, A
 }
 
 
-@pytest.mark.parametrize("shape", always_run(TURNS, next(iter(TURNS))))
+@pytest.mark.full
+@pytest.mark.parametrize("shape", TURNS)
 def test_matrices_in_turns_are_the_same_in_every_layout(pool: WorkerPool, shape: Any) -> None:
     world, layout = shape
     cases = [config(model, {**dict(layout), **more}, **train) for model, more, train in TURNS[shape]]

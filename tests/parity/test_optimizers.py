@@ -128,7 +128,8 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", always_run(CHANGES, CHANGES[1]), ids=lambda change: "-".join(change[:2]))
+@pytest.mark.full
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(change[:2]))
 def test_moments_of_another_optimizer(tmp_path: Path, change: tuple[str, str, bool, str]) -> None:
     first, second, kept, words = change
     """Those that mean the same are kept; otherwise the run is the one of --reset-optimizer, and the log names them."""

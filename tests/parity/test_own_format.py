@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megalite.core.mesh.grid import Grid
 from megalite.core.options.recipe import RECIPES, Recipe
@@ -42,6 +43,7 @@ def in_layouts(rank: int, layouts: Sequence[dict[str, Any]], train: dict[str, An
         return [trained(rank, [config(MODEL, layout.get("zero", 1), layout, **train)], world)[0] for layout in layouts]
 
 
+@pytest.mark.full
 def test_it_trains_as_in_one_process(pool: WorkerPool) -> None:
     ((one,), (plain,)) = (in_layouts(0, [{}], train, 1) for train in (FORMAT, {}))
     assert 1e-3 < np.abs(np.array(one.steps) / np.array(plain.steps) - 1).max() < 0.2

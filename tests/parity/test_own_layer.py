@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -85,6 +86,7 @@ def trained(rank: int, layouts: Sequence[tuple[dict[str, Any], dict[str, Any]]],
         return harness.trained(rank, [jobs.make_config(model, p, **t) for p, t in layouts], world)
 
 
+@pytest.mark.full
 def test_it_trains_as_in_one_process(pool: WorkerPool) -> None:
     (expected,) = trained(0, [({}, {})], 1)
     assert harness.put_together([expected.gradients])["layers.1.mlp.up_proj.weight"].shape == (WIDTH, 32)

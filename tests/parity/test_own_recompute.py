@@ -51,7 +51,8 @@ def in_layouts(rank: int, layouts: Sequence[dict[str, Any]], mode: str, world: i
         return [trained(rank, [cfg], world)[0] for cfg in cfgs]
 
 
-@pytest.mark.parametrize("mode", ["falling", pytest.param("full:1/2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["falling", "full:1/2"])
 def test_it_trains_as_in_one_process(pool: WorkerPool, mode: str) -> None:
     (one,), (kept,) = (in_layouts(0, [{}], each, 1) for each in (mode, "none"))
     assert one.steps == kept.steps

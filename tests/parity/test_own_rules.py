@@ -17,7 +17,6 @@ from megalite.runtime.options.run import Config
 from tests.parity import jobs, runs
 from tests.parity.harness import Gradients, assert_same_gradients, put_together
 from tests.parity.oracle import hf_llama, initial_weights
-from tests.rows import always_run
 from tests.workers import WorkerPool
 
 
@@ -97,7 +96,8 @@ def one_process(cfg: Config) -> tuple[list[tuple[float, float]], dict[str, np.nd
 ROWS = [*((grid, "orthogonal") for grid in GRID), ((2, 1), "signum")]
 
 
-@pytest.mark.parametrize("row", always_run(ROWS, ((2, 2), "orthogonal")), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_same_in_every_layout(pool: WorkerPool, row: tuple[tuple[int, int], str]) -> None:
     (tp, pp), rule = row
     layouts = GRID[tp, pp]

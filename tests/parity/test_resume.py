@@ -18,7 +18,8 @@ from tests.rows import always_run
 from tests.workers import WorkerPool
 
 
-@pytest.mark.parametrize("layout", always_run(LAYOUTS, "tp2-pp2"))
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_same_layout_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     world, flags = LAYOUTS[layout]
     whole = pool.run(world, train, [*MODEL, *flags, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], world)
@@ -120,6 +121,7 @@ def test_asked_to_stop_one_rank_stops_all_after_a_save(tmp_path: Path, ask: sign
     assert (tmp_path / "checkpoints" / f"step_{lines[-1]['step']:08d}" / "COMMIT").exists()
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
     arguments = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "100000", "--lr-decay", "constant"]
     # Steps of minutes: the second signal comes before the first has been obeyed.
@@ -135,6 +137,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
     assert "interrupted: exiting immediately, nothing more was saved" in first + left.err
 
 
+@pytest.mark.full
 def test_sigusr1_prints_stacks_and_goes_on(tmp_path: Path) -> None:
     arguments = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "100000", "--lr-decay", "constant"]
     (process,) = start_ranks(arguments, 1)

@@ -125,7 +125,8 @@ MODELS = {
 RULES = [(rule, model) for rule in RATES for model in MODELS]
 
 
-@pytest.mark.parametrize("rule", always_run(RULES, ("muon", "expert biases")), ids="-".join)
+@pytest.mark.full
+@pytest.mark.parametrize("rule", RULES, ids="-".join)
 def test_every_rule_without_sequence_parallelism(pool: WorkerPool, tmp_path: Path, rule: tuple[str, str]) -> None:
     optimizer, name = rule
     model = MODELS[name]

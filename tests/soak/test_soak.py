@@ -18,6 +18,7 @@ from megalite.core.base.errors import UserError
 from megalite.runtime.checkpoint import manifest
 from megalite.runtime.checkpoint.reader import ShardReader
 from tests.faults.zygote import Zygote
+from tests.rows import always_run
 from tests.soak import mutate
 from tests.soak.attempt import Attempt
 from tests.soak.disk import build_library
@@ -46,7 +47,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", always_run(READERS, "tokens", "checkpoint", "manifest", "hf", "jsonl", "lock"))
 def test_readers_read_or_refuse(name: str, tmp_path: Path) -> None:
     tally: Counter[str] = Counter()
     Fuzzer(name, tmp_path / name, SEED).run(range(CASES), tally)
@@ -164,6 +165,7 @@ def test_a_reader_that_does_more_than_read_is_found(
     assert words in found("hostfile", tmp_path, Reader(READERS["hostfile"].make, only_in_a_case))
 
 
+@pytest.mark.full
 def test_a_save_that_does_not_flush_is_found(zygote: Zygote, library: Path, tmp_path: Path) -> None:
     """A power cut takes what was written and not flushed; only the shards of honest saves are left whole."""
     spoiled = tmp_path / "spoiled"
@@ -206,6 +208,7 @@ def test_a_lost_and_a_changed_checkpoint_are_found(tmp_path: Path) -> None:
         history.check()
 
 
+@pytest.mark.full
 def test_a_second_job_that_gets_in_is_found(zygote: Zygote, tmp_path: Path) -> None:
     """As if the lock were none: it is deleted while the first job uses the folder."""
     words = [*MODEL, "--run-dir", str(tmp_path / "run"), "--save-every", "0", "--train-steps", "100000"]

@@ -133,6 +133,7 @@ def trained(folder: Path, **options: Any) -> tuple[list[dict[str, Any]], list[di
     return read_metrics(folder)
 
 
+@pytest.mark.full
 def test_rates_count_steps_or_samples_and_evaluation_does_not_change(tmp_path: Path) -> None:
     ramp = {"batch_size_schedule": "0:4 2:8 3:16", "train_steps": 5, "eval_steps": 1, "eval_every": 2}
     steps, events = trained(tmp_path / "steps", **ramp)

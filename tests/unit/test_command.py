@@ -51,6 +51,7 @@ USES = [
 ]
 
 
+@pytest.mark.full
 def test_the_list_of_commands(installed: Installed) -> None:
     done = installed("megalite", "--help")
     assert done.returncode == 0

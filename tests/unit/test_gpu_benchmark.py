@@ -39,6 +39,7 @@ def alive(word: str) -> bool:
     )
 
 
+@pytest.mark.full
 def test_an_accident_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash, a hang, an exception: all other rows are there, and nothing that any of them started lives on."""
     monkeypatch.setenv("MEGALITE_ROWS_CHILD", str(tmp_path))

@@ -212,6 +212,7 @@ def test_the_writer_starts_without_torch(tmp_path: Path) -> None:
     assert "megalite-snapshot" in maps
 
 
+@pytest.mark.full
 def test_loading_needs_little_memory(tmp_path: Path) -> None:
     """A shard of 192 MB into states that exist: less than a fifth of it on top."""
     code = """

@@ -298,6 +298,7 @@ def test_what_is_abandoned_is_set_aside_before_the_commit(
     assert [name[:13] for name in StorePlace(Store(url)).committed()] == [newest]
 
 
+@pytest.mark.full
 def test_a_listing_that_is_old(url: str, tmp_path: Path, proxy: BreakingProxy) -> None:
     """It names what is deleted and lacks what is new: the newest checkpoint is found, and nothing that is gone."""
     names: list[str] = []

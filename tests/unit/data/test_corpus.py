@@ -47,6 +47,7 @@ def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
     assert manifest["list_sha256"] in result.stdout
 
 
+@pytest.mark.full
 def test_packages_and_whole_directories_held_out(tmp_path: Path) -> None:
     manifest = python_corpus(tmp_path / "c.jsonl", 3, packages=True, held_out=tmp_path / "h.jsonl")
     sources = [

@@ -97,6 +97,7 @@ def test_same_samples_and_each_unit_once(local: str, s3: S3, proxy: BreakingProx
     assert len([line for line in proxy.requests if re.match(r"GET .*text\.bin", line)]) == len(reads)
 
 
+@pytest.mark.full
 def test_four_processes_share_the_cache(local: str, s3: S3, proxy: BreakingProxy, tmp_path: Path) -> None:
     url, cache = put(local, s3), tmp_path / "cache"
     code = (

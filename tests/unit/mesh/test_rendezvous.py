@@ -160,6 +160,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
 def test_no_thread_of_gloo_preempts_another() -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port()), "WORLD_SIZE": "2"}

@@ -35,6 +35,7 @@ def _faults(mode: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_no_page_faults_after_warm_up() -> None:
     if not keep_freed_memory():

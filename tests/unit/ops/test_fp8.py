@@ -25,7 +25,6 @@ from megalite.core.parts.quant.fp8 import (
     scaled_product,
 )
 from megalite.core.parts.quant.fp8_products import FORMATS, select
-from tests.rows import always_run
 from tests.unit.ops.fp8_by_hand import by_hand
 
 CASES = [
@@ -266,7 +265,8 @@ for rows, columns, inner in ((144, 272, 384), (5, 16, 256)):
 """
 
 
-@pytest.mark.parametrize("script", always_run(["TRITON", "FUSED", "PRODUCT"], "TRITON"))
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["TRITON", "FUSED", "PRODUCT"])
 def test_triton_kernels_in_the_interpreter(script: str) -> None:
     """The kernel of `quantize`; norms and activations that write codes too, bit for bit as two kernels; the product."""
     pytest.importorskip("triton", reason="triton is not installed")

@@ -162,6 +162,7 @@ def test_gate_catches_a_cuda_kernel_that_spills(aot: ModuleType, tmp_path: Path)
     assert any("spill instructions" in line for line in aot.breaches(code, aot.Limit(255, 0, 9999)))
 
 
+@pytest.mark.full
 def test_cuda_library_needs_no_torch_and_its_entry_points_fit(cuda_library: Path) -> None:
     from megalite.core.parts.kernels import cuda
     from megalite.core.parts.kernels.entry import load_entries

@@ -54,6 +54,7 @@ def train(rank: int, run_dir: str, options: dict[str, Any]) -> Any:
     return figures, sorted(set(called))
 
 
+@pytest.mark.full
 def test_the_same_in_a_layout_as_in_one_process(pool: WorkerPool, tmp_path: Path) -> None:
     alone, modules = train(0, str(tmp_path / "one"), {})
     assert len(alone) == 3

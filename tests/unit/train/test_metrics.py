@@ -438,6 +438,7 @@ def test_an_abandoned_attempt_is_not_mixed_in(tmp_path: Path) -> None:
     assert [e["event"] for e in events] == ["resume"]
 
 
+@pytest.mark.full
 def test_memory_of_a_rank_is_its_own() -> None:
     # Linux lets ru_maxrss of a new process begin at that of the process that started it.
     code = (

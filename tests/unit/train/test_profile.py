@@ -62,6 +62,7 @@ def read_table(path: Path) -> tuple[float, dict[str, tuple[float, float, int | N
     return float(found[1]), table
 
 
+@pytest.mark.full
 def test_every_rank_has_a_trace_and_its_time_by_phase(tmp_path: Path) -> None:
     flags = ["--tp", "1", "--pp", "2", "--profile", "2:4,5:6", "--record-schedule", "3:4", "--eval-every", "2"]
     left = run_ranks([*TINY, *flags, "--train-steps", "5", "--eval-steps", "1", "--run-dir", str(tmp_path)], 2)

@@ -121,6 +121,7 @@ def test_a_batch_schedule_that_is_extended_leaves_the_past_alone(decay: str, exp
     assert step["weight_decay"] == pytest.approx(0.5 * 96 / 320, rel=1e-12)
 
 
+@pytest.mark.full
 def test_by_samples_the_batches_of_the_past_are_those_of_the_past(tmp_path: Path) -> None:
     """Four steps of 8 samples, then 16: the rate does not count the four as steps of 16."""
     options = {**GROWING, "lr_decay": "constant", "warmup_steps": 10, "run_dir": tmp_path}

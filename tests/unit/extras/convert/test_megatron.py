@@ -83,6 +83,7 @@ def _theirs_of(ours: str, plain: dict[str, torch.Tensor], prefix: str, cfg: Mode
     return torch.cat([blocks[i] for i in (*queries, *keys, *(k + 1 for k in keys))])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "kind", "vocab"),
     [

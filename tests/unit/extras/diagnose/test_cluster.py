@@ -81,6 +81,7 @@ def test_a_run_directory_of_its_own_names_the_rank(pool: WorkerPool, tmp_path: P
     assert "is not shared" in said
 
 
+@pytest.mark.full
 def test_another_version_is_told_before_anything_else(tmp_path: Path) -> None:
     other = copy_with_version(tmp_path, "0.0.9")
     left = finish(start(["--tp", "2"], 2, {1: {"PYTHONPATH": str(tmp_path)}}, {1: other}), 60)

@@ -56,7 +56,7 @@ def run_all(name: str) -> list[list[Communication]]:
 ALWAYS = [n for n in ALL if n not in SHARED_MORE | SPARSE_MORE and not n.startswith("64-") and not n.endswith("-llama")]
 
 
-@pytest.mark.parametrize("name", always_run(ALL, *ALWAYS[::2]))
+@pytest.mark.parametrize("name", always_run(ALL, *ALWAYS[::4]))
 def test_all_ranks_fit_together(name: str) -> None:
     logs = run_all(name)
     assert find_faults(logs) == []

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from megalite.core.parts.families import FAMILIES, PRESETS
-from tests.rows import always_run
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires to imitate a GPU"
@@ -46,7 +45,8 @@ CASES = {
 MORE = {family: f"{options_of(family)} --precision bf16 --deterministic" for family in FAMILIES if family not in KINDS}
 
 
-@pytest.mark.parametrize("names", always_run([SHORT, (*CASES.keys() - SHORT, *MORE)], SHORT), ids=["short", "others"])
+@pytest.mark.full
+@pytest.mark.parametrize("names", [SHORT, (*CASES.keys() - SHORT, *MORE)], ids=["short", "others"])
 def test_kernels_take_what_reaches_them(names: Sequence[str]) -> None:
     """Deterministic ones where they are asked for, and masks of every sample and head in aligned rows."""
     cases = {name: (CASES | MORE)[name] for name in names}

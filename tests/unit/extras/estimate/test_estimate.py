@@ -201,6 +201,7 @@ def test_dry_run_predicts_the_peak(rank: int, options: str, peak: float) -> None
     assert memory_per_rank(cfg, Grid.of(8192, tp=8, pp=16))[rank].total / GIB == pytest.approx(peak, rel=0.02)
 
 
+@pytest.mark.full
 def test_sharded_weights_of_the_last_stage(runs: Runs) -> None:
     run = runs.zero3
     assert run["coords"] == {"pp": 1, "dp": 3, "cp": 0, "tp": 1}
@@ -212,6 +213,7 @@ def test_sharded_weights_of_the_last_stage(runs: Runs) -> None:
     assert run["timeline"][-1]["op"].startswith("W")
 
 
+@pytest.mark.full
 def test_the_program_is_the_same_on_a_cpu(runs: Runs) -> None:
     # The test of all ranks runs on CPU tensors, which takes a tenth of the time.
     cfg = cli.parse(f"{ZERO3} {TINY}".split()).config
@@ -231,6 +233,7 @@ def test_gathering_weights_hides_behind_the_forward_pass(large_runs: LargeRuns) 
     assert gathers["exposed_s"] < 0.02
 
 
+@pytest.mark.full
 def test_what_a_layer_launches(runs: Runs) -> None:
     """In 16 micro-batches; each operation more is one that the host has to start, and memory that is read again."""
     one, two = (run["calls"] for run in runs.layers)
@@ -282,6 +285,7 @@ def test_the_output_layer_in_chunks_of_tokens(large_runs: LargeRuns) -> None:
     assert part["seconds"]["h200"] > 0
 
 
+@pytest.mark.full
 def test_the_page_the_picture_and_a_refusal(runs: Runs) -> None:
     assert runs.picture.stat().st_size > 10_000
     assert "tp        all_gather" in runs.text

@@ -60,6 +60,7 @@ def test_the_choice_fits_by_the_plan_of_the_dry_run(
         assert choose(MODELS[model] + BATCH) == choice
 
 
+@pytest.mark.full
 def test_a_model_that_does_not_fit_is_offloaded_or_refused_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     stub(monkeypatch, 80)
     choice = choose(MODELS["70b"] + BATCH)

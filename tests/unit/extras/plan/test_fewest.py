@@ -50,6 +50,7 @@ def test_the_fastest_layout_counts_and_not_the_simplest() -> None:
     assert found.cluster.gpus == 2
 
 
+@pytest.mark.full
 def test_memory_decides_where_time_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--preset llama-3-70b --global-batch-size 64 --fewest --tokens 1B --days 1000 --cluster h100:64 --json"
     assert main(words.split()) == 0
