@@ -71,6 +71,7 @@ def test_a_share_of_the_blocks_is_spread_over_the_model(share: str, blocks: list
         mode = MODES[f"{name}:{share}"]
         assert [mode.extent(i) for i in range(6)] == [extent if i in blocks else Extent.NOTHING for i in range(6)]
         assert mode.most is extent
+        assert {MODES[name].extent(i) for i in range(6)} == {extent}
 
 
 @pytest.mark.parametrize("mode", ["full:1", "full:0", "full:", "full:1/0", "selective:-1/2", "none:1/2", "fuller:1/2"])

@@ -27,13 +27,14 @@ from megalite.core.model import block, gpt, layers
 from megalite.core.parts.ffn.dense import mlp
 from megalite.core.parts.mixers.gqa import attention
 from megalite.core.parts.mixers.mla import latent_attention
+from megalite.core.parts.positions.learned.embedding import PositionEmbedding
 from megalite.core.tensor_parallel import embedding, linear
 
 # Inputs and outputs of modules. "residual" is S(0) with sequence parallelism, else I; "features" is S(-1), of a packed
 # projection part by part. Gradients have the type of their tensors.
 SIGNATURES: Mapping[type[nn.Module], tuple[str | None, str]] = {
     embedding.VocabParallelEmbedding: (None, "residual"),
-    gpt.PositionEmbedding: ("residual", "residual"),
+    PositionEmbedding: ("residual", "residual"),
     layers.Norm: ("residual", "residual"),
     linear.ColumnParallelLinear: ("residual", "features"),
     linear.GatheredLinear: (None, "features"),

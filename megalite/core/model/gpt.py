@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megalite.core.batch import ForwardPass, Message, MicroBatch, Positions
+from megalite.core.batch import ForwardPass, Message, MicroBatch
 from megalite.core.model.block import Block, PredictingBlock, compile_block
 from megalite.core.model.layers import Layers
 from megalite.core.ops.cross_entropy import softcap_
@@ -72,8 +72,8 @@ class GPTStage(nn.Module):
         self._hidden_size, self._dtype = cfg.hidden_size, layers.dtype
         if first:
             self.embed_tokens = layers.embedding("embed_tokens")
-            if cfg.position == "learned":
-                self.embed_positions = PositionEmbedding(layers)
+            if (embedding := cfg.position_kind.embedding(layers)) is not None:
+                self.embed_positions = embedding
             if cfg.embedding_norm:
                 self.embed_norm = layers.norm("embed_norm")
             self.embedding_dropout = layers.dropout("embedding", -1)
@@ -226,19 +226,3 @@ class LMHead(ColumnParallelLinear):
                 self.softcap,
             ).view(batch.targets_SB.shape)
         return loss if batch.weights_SB is None else loss * batch.weights_SB
-
-
-class PositionEmbedding(nn.Module):
-    """Learned absolute positions, added to x_SBH or to this rank's shard of the sequence."""
-
-    def __init__(self, layers: Layers) -> None:
-        super().__init__()
-        self.weight = layers.param("embed_positions.weight")
-        self.offset = layers.cfg.position_offset
-        self.shard = layers.tp.rank if layers.sequence_parallel else 0
-
-    def forward(self, x_SBH: torch.Tensor, positions: Positions) -> torch.Tensor:
-        """Add the embeddings of this rank's part of the positions."""
-        first = x_SBH.shape[0] * self.shard
-        table = self.weight[self.offset :]
-        return x_SBH + positions.between(first, first + x_SBH.shape[0]).look_up(table)

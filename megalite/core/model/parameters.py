@@ -41,9 +41,7 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
         specs.append(ParamSpec(name, (vocab, hidden), rows, padded=True, std=std, decoupled_lr=True, **options))
 
     vocabulary("embed_tokens.weight")
-    if cfg.position == "learned":
-        shape = (cfg.position_offset + cfg.positions, hidden)
-        specs.append(ParamSpec("embed_positions.weight", shape, std=std, partial=("sequence",)))
+    specs.extend(cfg.position_kind.specs(cfg))
     specs.extend(norm(cfg, "embed_norm") if cfg.embedding_norm else [])
     for i in range(cfg.num_layers):
         specs.extend(_block(cfg, i))

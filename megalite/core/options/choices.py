@@ -79,10 +79,12 @@ class Position:
     Attributes:
         columns: columns of queries, keys and values beside those of a head.
         exact_length: longest sample that it is exact for; None: any.
+        limited: whether a model has only the positions it was made with.
     """
 
     columns = 0
     exact_length: int | None = None
+    limited = False
 
     def check(self, m: Any) -> None:
         """Check the options of a model (`ModelConfig`).
@@ -90,6 +92,14 @@ class Position:
         Raises:
             UserError: they do not fit together.
         """
+
+    def specs(self, cfg: Any) -> list[Any]:
+        """Declare its parameters (`ParamSpec`), which the first stage has."""
+        return []
+
+    def embedding(self, layers: Any) -> Any:
+        """Make what is added to embeddings: a module of (x_SBH, `Positions`); None: nothing is."""
+        return None
 
     def tables(self, cfg: Any, layer: int) -> Any:
         """Return what makes a layer's tables, (`Positions`, device) -> tensors, equal where layers share them; None:

@@ -52,8 +52,6 @@ class ModelShape:
     position: Annotated[str, Choices(POSITIONS)] = "rope"
     """Rotary or learned absolute position embeddings, or scores that fall with the distance, each head with a slope of
     its own (alibi; BLOOM)."""
-    position_offset: int = 0
-    """Rows of learned positions before that of the first token, which no token reads (OPT: 2)."""
     query_pre_attn_scalar: int | None = None
     """Divide attention scores by the square root of this. Default: --head-dim."""
     attention_softcap: float | None = None
@@ -158,7 +156,6 @@ class ModelShape:
         in_range(self, "norm_eps init_std", 0, 100, above=True)
         in_range(self, "attention_softcap logit_softcap", 0, 1e12, above=True)
         in_range(self, "hidden_dropout attention_dropout", 0, 1)
-        in_range(self, "position_offset", 0, 2**20)
 
     def check_sizes(self) -> None:
         """Check derived values against each other.
@@ -171,18 +168,6 @@ class ModelShape:
             f"--num-kv-heads {self.num_kv_heads}",
             f"must divide --num-heads {self.num_heads}",
             "choose a divisor of --num-heads",
-        )
-        require(
-            self.position != "learned" or self.positions >= self.seq_len,
-            f"--seq-len {self.seq_len}",
-            f"is longer than the {self.max_position_embeddings} learned positions",
-            "lower --seq-len or raise --max-position-embeddings",
-        )
-        require(
-            self.position_offset == 0 or self.position == "learned",
-            f"--position-offset {self.position_offset} with --position {self.position}",
-            "is of learned positions",
-            "drop it, or use --position learned",
         )
         require(
             self.norm_position != "shared" or self.parallel_residual,

@@ -57,7 +57,7 @@ def scoring_config(
     # A multiple of tp, so that the sequence can be sharded over tp.
     requested, limit = max_length or weights.cfg.seq_len, weights.cfg.positions
     length = -(-requested // tp) * tp
-    if length > limit and weights.cfg.position == "learned":
+    if length > limit and weights.cfg.position_kind.limited:
         at_most = f"at most {limit}, the model's learned positions"
         require(requested <= limit, f"--max-length {requested}", f"must be {at_most}", "lower it")
         rule = f"{requested} tokens are padded to {length}, a multiple of it, and there may be {at_most}"

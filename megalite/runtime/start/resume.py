@@ -267,7 +267,7 @@ def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> None:
     """Refuse a checkpoint of another model."""
     # An option that is newer than the checkpoint has its default there.
     theirs = model_config(saved, source.path)
-    extends = cfg.model.position != "learned"
+    extends = not cfg.model.position_kind.limited
     free = {*TRAINING_ONLY, *(("max_position_embeddings",) if extends else ()), *(_ROTARY if source.reset_data else ())}
     differ = {
         key: f"{key} {there} there, {here} here"

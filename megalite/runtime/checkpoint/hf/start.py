@@ -72,7 +72,7 @@ def _open(folder: str | Path, cfg: ModelConfig, ctx: ParallelContext) -> HFSourc
         for name, value in vars(source.config).items()
         if name not in (*TRAINING_ONLY, "max_position_embeddings", "mtp_num_layers") and getattr(cfg, name) != value
     ]
-    if cfg.position == "learned" and cfg.positions != source.config.positions:
+    if cfg.position_kind.limited and cfg.positions != source.config.positions:
         differences.append(f"max_position_embeddings {cfg.positions} here, {source.config.positions} there")
     if differences:
         rule = f"its model differs from the run's: {'; '.join(differences)}"
