@@ -115,6 +115,7 @@ def test_weights_and_moments_bit_for_bit(theirs: Path, tmp_path: Path, name: str
         np.testing.assert_allclose(logits.numpy(), reference["logits"][..., : cfg.vocab].numpy(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.full
 def test_moments_by_bucket_are_left_and_the_log_says_so(
     theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +137,7 @@ def test_moments_by_bucket_are_left_and_the_log_says_so(
     np.testing.assert_array_equal(ours["master lm_head.weight"], weights.float().numpy())
 
 
+@pytest.mark.full
 def test_training_continues_at_its_iteration(theirs: Path, tmp_path: Path) -> None:
     """With the flags of the Megatron-LM script; an Adam update with no gradient history would be larger."""
     import_megatron(theirs / "gpt_torch_dist", tmp_path / "ckpt")
@@ -150,6 +152,7 @@ def test_training_continues_at_its_iteration(theirs: Path, tmp_path: Path) -> No
     assert saved.meta["scalars"]["num_steps"] == 2 + 2
 
 
+@pytest.mark.full
 def test_loss_scale_and_copies_that_differ(
     theirs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.parts.families import PRESETS
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.cli import parse
-from tests.rows import always_run
 from tests.unit.extras.estimate.fake_runs import answers
 from tests.unit.extras.plan.models import NEW_PRESETS
 
@@ -49,7 +48,8 @@ def test_plans_of_presets() -> None:
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("bias", always_run(["", "--mlp-bias"], "--mlp-bias"))
+@pytest.mark.full
+@pytest.mark.parametrize("bias", ["", "--mlp-bias"])
 def test_experts_of_one_rank_never_make_the_host_wait(bias: str) -> None:
     """Forward, backward and recomputation: the sizes stay on the device. One launch per weight gradient."""
     sizes = "--num-layers 2 --global-batch-size 4 --micro-batch-size 1"

@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 
-from megalite.core.options.compression import CODECS
 from megalite.extras.estimate.order import COMPUTE, HOST, Order
-from tests.rows import always_run
-from tests.unit.extras.estimate.layouts import ALL
 
 ROOT = Path(__file__).resolve().parents[4]
 PROGRAM = """
@@ -32,17 +29,16 @@ CASES = {
     "offload-activations-zero3": 9,
     "interrupted": 4,
 }
-# Those of the short suite: two seconds of computation each.
-SHORT = ("zero3-zb-h1-llama", "offload-activations-zero3")
-# Every layout of the check across ranks, each with one model. PowerSGD reads whether its factors are positive, and fake
-# tensors have no values, as for each codec that reads some; rows of 64 ranks are those of 16 with more messages.
-LAYOUTS = {
-    name: 2
-    for name in ALL
-    if not name.endswith("-llama") and name not in CASES
-    if not any(codec.reads_values and name == f"{codec_name}-gpt2" for codec_name, codec in CODECS.items())
-    if not name.startswith("64-") or name == "64-cp16"
-}
+# Of the check across ranks, each layout whose memory takes another way through streams: a schedule alone has none.
+LAYOUTS = dict.fromkeys(
+    (
+        *("pp2-zb-v-gpt2", "tp2-pp2-vp2-dp2-zero1-gpt2", "tp4-gpt2", "no-sp-zb-h1-gpt2", "one-bucket-gpt2"),
+        *("zero2-step-gpt2", "zero3-keep-step-gpt2", "zero3-groups-gpt2", "zero2-groups-gpt2", "bf16-gpt2"),
+        *("recompute-selective-gpt2", "loss-chunk-gpt2", "int8-gpt2", "cp2-gather-zb-v", "cp2-ring-zero3"),
+        *("cp8-a2a+ring", "cp4-a2a-zero2", "ep2-zb-v", "ep4-whole-zero3", "ep2-cp2-zero2", "mtp-zero3"),
+    ),
+    2,
+)
 MORE = {
     "tp2-pp2-dp2-zero1-llama": 7,
     "zero2-llama": 7,
@@ -59,7 +55,6 @@ MORE = {
 }
 MORE |= {name: streams for name, streams in LAYOUTS.items() if name not in MORE}
 # Mutant, and a fault that it has.
-SHORT_MUTANTS = ("weights are not waited for", "fetched activations are not waited for")
 MUTANTS = {
     "weights are not waited for": "reads what all_gather on dp writes",
     "a reduction is not waited for": "resize_ frees what reduce_scatter on dp still reads",
@@ -72,16 +67,17 @@ MUTANTS = {
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+def results() -> dict[str, Any]:
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
-    names = [*CASES, *MORE, *MUTANTS] if request.config.getoption("--full") else [*SHORT, *SHORT_MUTANTS]
+    names = [*CASES, *MORE, *MUTANTS]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *names], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-@pytest.mark.parametrize("name", always_run([*CASES, *MORE], *SHORT))
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*CASES, *MORE])
 def test_memory_is_used_in_order(results: dict[str, Any], name: str) -> None:
     faults, operations, streams = results[name]
     assert faults == {}
@@ -89,7 +85,8 @@ def test_memory_is_used_in_order(results: dict[str, Any], name: str) -> None:
     assert len(set(streams) - {HOST, "upload"}) >= (CASES | MORE)[name]
 
 
-@pytest.mark.parametrize("name", always_run(MUTANTS, *SHORT_MUTANTS))
+@pytest.mark.full
+@pytest.mark.parametrize("name", MUTANTS)
 def test_what_does_not_wait_is_found(results: dict[str, Any], name: str) -> None:
     faults = results[name][0]
     assert any(MUTANTS[name] in fault for fault in faults), faults
