@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +126,8 @@ class Zygote:
     def listen(self, seconds: float) -> None:
         """Take in what is said within this time."""
         assert self.process.stdout is not None
-        if select.select([self.process.stdout], [], [], seconds)[0]:
+        # Not select, which takes no descriptor above 1,023.
+        if wait([self.process.stdout], seconds):
             more = os.read(self.process.stdout.fileno(), 1 << 16)
             assert more, "the zygote has died"
             self.heard += more
@@ -136,8 +138,10 @@ class Zygote:
 
     def close(self) -> None:
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait(30)
+        self.process.stdout.close()
 
 
 def processes_of(folder: Path) -> list[str]:
