@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
-from megalite.extras.prepare.json_values import json_values
+from megalite.runtime.data.json_values import json_values
 from megalite.runtime.data.tokenizer import optional_import
 
 _TABLES = (".csv", ".tsv")
