@@ -225,8 +225,3 @@ def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats, template: ChatTemplat
         **chat_entries,
         "megalite_version": __version__,
     }
-
-
-def default_workers() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

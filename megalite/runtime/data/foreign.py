@@ -23,7 +23,7 @@ _REMEDY = "write its texts as .jsonl, and make PREFIX.bin and PREFIX.idx of them
 
 def missing_index(prefix: str) -> UserError:
     """Return the error for a prefix without `.idx`: what is there instead, if that is known."""
-    given, rule = f"data prefix {prefix}", f"{prefix}.idx does not exist"
+    given, rule = f"data prefix {prefix}", f"{prefix}.idx does not exist, nor a folder of that name with text"
     if Path(prefix).is_dir():
         what = _folder(Path(prefix))
         return UserError(given, f"is {what}, and token files are PREFIX.bin and PREFIX.idx", _of_folder(Path(prefix)))
