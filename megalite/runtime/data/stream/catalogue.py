@@ -43,8 +43,10 @@ Stamp = tuple[int, int]
 
 def is_text_path(word: str) -> bool:
     """Whether a word of `--data` names text: a folder, or a file with the suffix of one, and no prefix of that name."""
-    path = Path(_split_of(word)[0])
-    return not Path(f"{path}.idx").exists() and (path.is_dir() or kind_of(path) in (*LINES, ROWS))
+    name = _split_of(word)[0]
+    path = Path(name)
+    named = path.is_dir() or name.endswith("/") or kind_of(path) in (*LINES, ROWS)
+    return named and not Path(f"{path}.idx").exists()
 
 
 def _split_of(word: str) -> tuple[str, str]:
@@ -192,6 +194,8 @@ def _files(root: Path, split: str, key: str) -> list[SourceFile]:
     given = f"--data {root}"
     if root.is_file():
         return [_source_file(root.name, root, key)]
+    if not root.is_dir():
+        raise UserError(given, "does not exist", "check the path")
     _refuse_saved(root, given)
     wanted = _SPLITS.get(split)
     if wanted is None:

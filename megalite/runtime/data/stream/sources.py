@@ -109,10 +109,21 @@ class TextSource(Source):
         return hashlib.sha256(f"{self.catalogue.content_hash()} {self._of_recipe()}".encode()).hexdigest()
 
     def ahead(self, piece: int, part: int) -> None:
-        if self._workers.number and (piece, part) not in self._open:
-            order = self.catalogue.piece(piece)
-            if not self.recipe.path(order, part).exists():
-                self._workers.order(self.recipe, order, part)
+        if not self._workers.number or (piece, part) in self._open:
+            return
+        order = self.catalogue.piece(piece)
+        if self.recipe.path(order, part).exists():
+            return
+        # Where a compressed file ends is not known before: one part follows another that is there and not the last.
+        if part == 0 or self._goes_on(self.recipe.path(order, part - 1)):
+            self._workers.order(self.recipe, order, part)
+
+    @staticmethod
+    def _goes_on(path: Path) -> bool:
+        try:
+            return not Tokens(path).last
+        except (OSError, ValueError):
+            return False
 
     def _of_recipe(self) -> str:
         return f"{self.recipe.key!r} {self.recipe.skip_bad} {self.recipe.tokenizer_sha256}"
@@ -165,7 +176,7 @@ class PrefixSource(Source):
         self.name, self.tokens = indexed.prefix, 4 * indexed.num_tokens
         step = min(max(indexed.num_tokens // _PIECES, _LEAST), _MOST)
         bounds = np.searchsorted(indexed.starts, np.arange(0, indexed.num_tokens, step))
-        self._bounds: npt.NDArray[np.int64] = np.append(np.unique(bounds), indexed.num_documents)
+        self._bounds: npt.NDArray[np.int64] = np.unique(np.append(bounds, indexed.num_documents))
         self.num_pieces = len(self._bounds) - 1
         if not indexed.num_tokens:
             raise UserError(f"--data {indexed.prefix}", "holds no token", "leave it out")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ class Reader:
         self.sources, self.read = sources, Counter[tuple[int, int, int]]()
         shape = Shape(world.seed, world.lanes, world.window, world.seq_len)
         lanes = [
-            [Lane(shape, i, lane, len(pieces), lambda p, b, i=i: self._sizes(i, p, b)) for lane in range(world.lanes)]
+            [Lane(shape, i, lane, len(pieces), partial(self._sizes, i)) for lane in range(world.lanes)]
             for i, pieces in enumerate(sources)
         ]
         self.order = StreamOrder(shape, lanes, weights)
@@ -57,7 +59,7 @@ def make_sources(rng: random.Random, counts: Sequence[int]) -> list[Pieces]:
     return sources
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 9), st.sampled_from((1, 7, 16)))
 def test_any_world_reads_the_samples_of_the_description(seed: int, lanes: int, window: int, seq_len: int) -> None:
     """Ranks read in any order, are killed, and go on in another number from the state that they gathered."""
@@ -66,12 +68,13 @@ def test_any_world_reads_the_samples_of_the_description(seed: int, lanes: int, w
     sources, weights = make_sources(rng, [rng.randint(lanes, 3 * lanes + 4) for _ in range(3)]), (0.6, 0.3, 0.1)
     count = 24 * 12
     want = samples(world, sources, weights, count)
-    at, state = 0, None
+    at, state = 0, dict[str, Any]()
     for stop in (24 * rng.randint(1, 5), 24 * rng.randint(6, 10), count):
         size = rng.choice((1, 2, 3, 4, 8))
         ranks = [Reader(world, sources, weights) for _ in range(size)]
-        for rank in ranks if state else ():
-            rank.order.resume(state or {})
+        if state:
+            for rank in ranks:
+                rank.order.resume(state)
         for step in range(at, stop, 24):
             for number in rng.sample(range(24), 24):
                 assert ranks[number * size // 24].sample(step + number) == want[step + number]
