@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import codes, kill, metrics, outcome
+from tests.faults.harness import RECOVER, codes, kill, metrics, outcome
 from tests.faults.zygote import Zygote
 
 STEPS = 16
@@ -26,16 +27,18 @@ def test_kills_in_later_epochs_and_a_second_resume_change_no_bit(zygote: Zygote,
         (tmp_path / "text" / f"{number}.jsonl").write_text("\n".join(lines))
     flags = [*RUN, "--data", str(tmp_path / "text")]
 
-    def start(name: str, world: int, *faults: dict[str, object]) -> list[int]:
+    def start(name: str, world: int, *faults: dict[str, object], more: Sequence[str] = ()) -> list[int]:
         # Each run tokenizes for itself.
         where = ["--run-dir", str(tmp_path / name), "--cache-dir", str(tmp_path / f"cache_{name}")]
-        return codes(zygote.start([*flags, *where], world, tmp_path, *faults).end())
+        return codes(zygote.start([*flags, *where, *more], world, tmp_path, *faults).end())
 
     assert start("whole", 2) == [0, 0]
     assert start("killed", 2, kill(0, 6, tmp_path)) != [0, 0]
     assert start("killed", 2, kill(1, 11, tmp_path)) != [0, 0]
     assert start("killed", 2) == [0, 0]
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+    assert start("recovered", 2, kill(1, 8, tmp_path), more=RECOVER) == [0, 0]
+    assert outcome(tmp_path / "recovered") == outcome(tmp_path / "whole")
     meta = json.loads((tmp_path / "whole" / "checkpoints" / "latest" / "manifest.json").read_text())["meta"]
     assert len(meta["windows"]) == 3
     assert min(epoch for _, _, _, epoch, *_ in meta["windows"]) >= 2

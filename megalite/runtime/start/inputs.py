@@ -19,6 +19,7 @@ from megalite.runtime.data import (
     bring_prefix,
     build_datasets,
     check_tokenizer_matches,
+    is_text_path,
     load_tokenizer,
     prefixes_of,
     read_sidecar,
@@ -89,7 +90,10 @@ def bring_data(cfg: Config) -> None:
     """Make local stand-ins for the data and the tokenizer that are in a store."""
     d, cache = cfg.data, cfg.run.cache_dir
     for word in (*d.data, *d.valid_data):
-        bring_prefix(word, cache, int(cfg.run.cache_gb * 1e9), cfg.run.read_patience)
+        if is_text_path(word):
+            bring_tree(word, cache)
+        else:
+            bring_prefix(word, cache, int(cfg.run.cache_gb * 1e9), cfg.run.read_patience)
     if d.tokenizer is not None:
         bring_tree(d.tokenizer, cache)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from contextlib import ExitStack
 from itertools import pairwise
@@ -168,6 +169,10 @@ def test_the_hash_tells_another_file_of_the_same_size_and_not_a_copy(small: None
     assert hashes() == before
     file.write_bytes(content.replace(b"a", b"b", 1))
     assert hashes()[0] != before[0]
+    with opened([tmp_path / "text"], tmp_path / "cache", lanes=1, shuffle=False) as data:
+        changed = b"".join(bytes(t for t in s[:-1] if t < 256) for s in read(data, 40))
+        text = "".join(json.loads(line)["text"] for line in file.read_text().splitlines()).encode()
+        assert changed == text[: len(changed)], "tokens of the earlier file are not its own"
     file.write_bytes(content + b"{}")
     assert hashes()[1] != before[1]
     with opened([1, tmp_path / "text", 2, tmp_path / "text"], tmp_path / "cache", lanes=2) as data:
