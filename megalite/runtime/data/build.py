@@ -22,7 +22,7 @@ from megalite.runtime.data.stream.workers import Workers
 from megalite.runtime.data.tokenizer import Tokenizer
 from megalite.runtime.data.tokens import IndexedDataset
 
-_DATA_RULE = "must be one PREFIX or FOLDER, or WEIGHT and one of them in pairs"
+_DATA_RULE = "must be one PREFIX, or WEIGHT PREFIX pairs"
 _DATA_REMEDY = "use --data books, for example, or --data 0.7 web 0.3 books"
 
 
