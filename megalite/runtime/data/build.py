@@ -18,6 +18,7 @@ from megalite.runtime.data.sidecar import read_sidecar
 from megalite.runtime.data.stream.catalogue import is_text_path
 from megalite.runtime.data.stream.dataset import StreamDataset
 from megalite.runtime.data.stream.opening import Streams, TextOptions
+from megalite.runtime.data.stream.sources import Split
 from megalite.runtime.data.stream.workers import Workers
 from megalite.runtime.data.tokenizer import Tokenizer
 from megalite.runtime.data.tokens import IndexedDataset
@@ -225,6 +226,9 @@ def _unmarked(prefix: str, vocab_size: int | None, share: tuple[int, int]) -> In
 
 def _sources(dataset: Dataset | None) -> dict[str, str]:
     """Return the prefixes of a dataset's token files by the hash of their content; none where there are no files."""
+    if isinstance(dataset, StreamDataset):
+        # Parts of --split have no document in common.
+        return {source.content_hash(): source.name for source in dataset.sources} if dataset.split == Split() else {}
     sets = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     return {d.content_hash(): d.indexed.prefix for d in sets if isinstance(d, GPTDataset | PackedDataset)}
 

@@ -20,6 +20,7 @@ import yaml
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.runtime.data.documents import holds_records, is_text, kind_of
+from megalite.runtime.data.foreign import missing_index
 from megalite.runtime.data.tokenizer import optional_import
 
 LINES, ROWS = (".jsonl", ".ndjson"), ".parquet"
@@ -202,15 +203,19 @@ def _files(root: Path, split: str, key: str) -> list[SourceFile]:
         raise UserError(f"{given}:{split}", f"is none of {', '.join(_SPLITS)}", f"give {root} or {root}:validation")
     names = sorted((path.relative_to(root).as_posix() for path in _walk(root)), key=os.fsencode)
     records = [name for name in names if _is_records(name)]
-    others = [name for name in names if not _is_records(name) and is_text(root / name)] if not records else []
-    if records and len(records) < len(names):
-        logger.info(f"{root}: {len(names) - len(records)} files that are neither JSON lines nor parquet are left out")
-    splits = {name: split_by_name(name) for name in records or others}
-    if not splits:
+    if not records and (any(root.glob("*.idx")) or (root / "index.json").exists()):
+        raise missing_index(str(root))  # token files, or those of another program
+    read = records or [name for name in names if is_text(root / name)]
+    if not read:
         kinds = "no .jsonl, .parquet or other text"
         raise UserError(given, f"holds {kinds} ({len(names)} files)", "give a folder of text, or PREFIX of token files")
+    if len(read) < len(names):
+        kinds = "neither JSON lines nor parquet" if records else "not UTF-8 text, or .json, .csv or .tsv"
+        others = sorted(set(names) - set(read))
+        logger.info(f"{root}: {len(others)} of {len(names)} files are {kinds} and left out, the first {others[0]}")
+    splits = {name: split_by_name(name) for name in read}
     chosen = [name for name, of in splits.items() if of == wanted or (of is None and wanted == "train")]
-    left = [name for name in splits if name not in set(chosen)]
+    left = sorted(set(splits) - set(chosen))
     if not chosen:
         found = sorted({of or "train" for of in splits.values()})
         raise UserError(
@@ -220,8 +225,8 @@ def _files(root: Path, split: str, key: str) -> list[SourceFile]:
         )
     if left and wanted == "train":
         logger.info(
-            f"{root}: {len(left)} files are not trained on, as their names are those of other splits, the first "
-            f"{left[0]}; {root}:validation reads them"
+            f"{root}: {len(left)} of {len(splits)} files are left out, as their names are those of other splits, the "
+            f"first {left[0]}; {root}:{splits[left[0]]} reads it"
         )
     return [_source_file(name, root / name, key) for name in chosen]
 

@@ -70,7 +70,7 @@ class Recipe:
 
     def path(self, piece: Piece, part: int) -> Path:
         """Return where the tokens of a part of a piece are, or are to be."""
-        inputs = [VERSION, self.key, self.tokenizer_sha256, _version_of(self.tokenizer_kind), self.skip_bad, part]
+        inputs = [VERSION, self.key, self.tokenizer_sha256, _version_of(self.tokenizer_kind), part]
         sources = [(os.path.realpath(f.path), *f.stamp) for f in piece.files]
         text = json.dumps([inputs, sources, piece.kind, piece.name])
         name = hashlib.sha256(text.encode()).hexdigest()[:40]

@@ -81,6 +81,7 @@ class TextSource(Source):
         self._open: OrderedDict[tuple[int, int], Tokens] = OrderedDict()
         self._lock = Lock()
         self._skipped: set[tuple[int, int]] = set()
+        self._hash = ""
 
     def sizes(self, piece: int, part: int) -> Part:
         tokens = self._tokens(piece, part)
@@ -106,7 +107,10 @@ class TextSource(Source):
         return f"{self.catalogue.identity()} {self._of_recipe()}"
 
     def content_hash(self) -> str:
-        return hashlib.sha256(f"{self.catalogue.content_hash()} {self._of_recipe()}".encode()).hexdigest()
+        if not self._hash:
+            text = f"{self.catalogue.content_hash()} {self._of_recipe()}"
+            self._hash = hashlib.sha256(text.encode()).hexdigest()
+        return self._hash
 
     def ahead(self, piece: int, part: int) -> None:
         if not self._workers.number or (piece, part) in self._open:
@@ -126,7 +130,8 @@ class TextSource(Source):
             return False
 
     def _of_recipe(self) -> str:
-        return f"{self.recipe.key!r} {self.recipe.skip_bad} {self.recipe.tokenizer_sha256}"
+        # Not `skip_bad`: a run that ended at a bad record may go on without it.
+        return f"{self.recipe.key!r} {self.recipe.tokenizer_sha256}"
 
     def _tokens(self, piece: int, part: int) -> Tokens:
         with self._lock:
@@ -146,6 +151,9 @@ class TextSource(Source):
             self._workers.bring(self.recipe, order, part)
         else:
             raise self._broken(piece, part)
+        if tokens.skipped and not self.recipe.skip_bad:
+            rule = f"has {tokens.skipped} bad records, which an earlier run left out of {path}"
+            raise UserError(order.files[0].path, rule, "correct the file, or pass --skip-bad")
         with self._lock:
             self._open[piece, part] = tokens
             while len(self._open) > _OPEN:

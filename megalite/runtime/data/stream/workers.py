@@ -126,6 +126,9 @@ class Workers:
                     rule = f"{attempt + 1} workers ended with {code} while they tokenized it"
                     remedy = "check the memory of the host, give fewer --data-workers, or look at the file"
                     error = UserError(order[1].files[0].path, rule, remedy)
+                except Exception as e:  # whoever waits must hear of it
+                    error = e
+                    break
             with self._changed:
                 future = self._pending.pop(name, None)
             if future is not None and not future.done():

@@ -165,6 +165,8 @@ def test_the_hash_tells_another_file_of_the_same_size_and_not_a_copy(small: None
             return data.content_hash(), data.identity()
 
     before, content = hashes(), file.read_bytes()
+    with opened([tmp_path / "text"], tmp_path / "cache", lanes=1, shuffle=False) as data:
+        read(data, 40)
     file.write_bytes(content)  # another time
     assert hashes() == before
     file.write_bytes(content.replace(b"a", b"b", 1))
@@ -190,8 +192,13 @@ def test_bad_records_stop_the_run_or_are_counted_up_to_a_percent(small: None, tm
     with opened([folder], tmp_path / "cache", lanes=1) as data:
         with pytest.raises(UserError, match="a.jsonl line 71: .*must be a string.*--skip-bad"):
             read(data, 2000)
+        hashed = data.content_hash()
     with opened([folder], tmp_path / "cache", lanes=1, skip_bad=True) as data:
         ids_of(data, 1500)
+        assert data.content_hash() == hashed, "a run that ended there may go on with --skip-bad"
+    with opened([folder], tmp_path / "cache", lanes=1) as data:
+        with pytest.raises(UserError, match="a.jsonl: has 1 bad records, which an earlier run left out"):
+            read(data, 2000)
     assert "1 bad records are skipped" in caplog.text
     with opened([folder], tmp_path / "cache", lanes=1, skip_bad=True, key="body") as data:
         with pytest.raises(UserError, match="more than the 1 % that --skip-bad skips|holds a token"):
@@ -242,7 +249,7 @@ def test_names_of_other_splits_are_left_out_and_told(tmp_path: Path, caplog: Any
     (tmp_path / "f" / "README.md").write_text("about")
     caplog.set_level("INFO")
     assert [f.name for f in Catalogue(str(tmp_path / "f"), "text").files] == ["train-00.jsonl", "train/dev-1.jsonl"]
-    assert "3 files are not trained on" in caplog.text
+    assert "3 of 5 files are left out" in caplog.text
     valid = [f.name for f in Catalogue(f"{tmp_path / 'f'}:validation", "text").files]
     assert valid == ["data/validation-01.jsonl", "dev.jsonl"]
     assert split_by_name("contest.jsonl") is None
@@ -258,10 +265,14 @@ def test_what_cannot_be_read_is_refused_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "hub" / "a.jsonl").write_bytes(json_lines(["abc"]))
     (tmp_path / "hub" / "README.md").write_text("---\nconfigs:\n- config_name: en\n- config_name: de\n---\nx")
     write_parquet(tmp_path / "p" / "a.parquet", ["abc"], 1)
+    (tmp_path / "tokens").mkdir()
+    write_prefix(tmp_path / "tokens" / "train")
+    (tmp_path / "tokens" / "notes.txt").write_text("not to be trained on")
     for name, words in (
         ("arrow", "save_to_disk.*to_parquet"),
         ("hub", "several configurations.*en, de"),
         ("none/", "does not exist"),
+        ("tokens", "is a folder, and token files are.*give .*tokens/train"),
         ("p", r"--key body.*columns \['n', 'text'\]"),
     ):
         with pytest.raises(UserError, match=words):
@@ -279,6 +290,21 @@ def test_small_texts_are_documents_several_to_a_piece(small: None, tmp_path: Pat
         assert data.sources[0].num_pieces < 20
         whole = [t for text in ids(texts) for t in text]
         assert ids_of(data, 3).tolist() == whole[48:65]
+
+
+def test_lines_that_begin_and_end_where_pieces_do_come_once(small: None, tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    folder.mkdir()
+    texts = [f"{number:05}" + "x" * 46 for number in range(101)]
+    content = json_lines(texts)
+    assert len(content) == 101 * 64, "32 lines are a piece"
+    (folder / "a.jsonl").write_bytes(content)
+    with opened([folder], tmp_path / "cache", shuffle=False) as data:
+        assert data.sources[0].num_pieces == 4
+        sizes = [len(data.sources[0].sizes(piece, 0).sizes) for piece in range(4)]
+        assert sizes == [32, 32, 32, 5]
+        whole = [t for document_ in ids(texts) for t in document_]
+        assert [t for s in read(data, len(whole) // 16) for t in s[:-1]] == whole[: len(whole) // 16 * 16]
 
 
 def test_more_lanes_than_pieces_are_refused(small: None, tmp_path: Path) -> None:
