@@ -12,6 +12,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +25,9 @@ from megalite.runtime.data.shuffle import permuted
 Ints = npt.NDArray[np.int64]
 
 _OWNERS, _EPOCH, _WINDOW = range(3)
-# Starts of so many windows before the last one are kept: reading ahead is never further.
-_KEPT = 64
+# Starts of so many windows before the last one are kept, and of the windows of so many samples of all lanes: a save
+# needs the window of the last step, and the thread that reads is some batches ahead of it.
+_KEPT, _KEPT_SAMPLES = 64, 1 << 15
 AHEAD = 8
 """Pieces of a lane that are announced before it reads them: about two windows of them."""
 
@@ -141,6 +143,8 @@ class Lane:
         self.num_own = (num_pieces - lane + shape.lanes - 1) // shape.lanes
         self._starts = {0: Start()}
         self._windows: dict[int, _Window] = {}
+        self._kept = _KEPT + _KEPT_SAMPLES // (shape.window * shape.lanes)
+        self._lock = Lock()
 
     def piece(self, epoch: int, ordinal: int) -> int:
         """Return the piece that the lane reads at a place of an epoch."""
@@ -189,15 +193,18 @@ class Lane:
         self._ahead(self.piece(epoch + turns, ordinal), 0)
 
     def _walk_to(self, number: int) -> _Window:
-        if number not in self._windows:
-            # The starts of this and of earlier windows: those between are walked through, one after the other.
-            for between in range(max(n for n in list(self._starts) if n <= number), number):
-                if between + 1 not in self._starts:
-                    self._read(between)
-            window = self._read(number)
-            self._windows = {n: w for n, w in self._windows.items() if n >= number - 1} | {number: window}
-            self._starts = {n: s for n, s in list(self._starts.items()) if n >= number - _KEPT or n == 0}
-        return self._windows[number]
+        # A save may look for a start while the thread that reads ahead walks here.
+        with self._lock:
+            if number not in self._windows:
+                # Those between are walked through, one after the other.
+                for between in range(max(n for n in self._starts if n <= number), number):
+                    if between + 1 not in self._starts:
+                        self._read(between)
+                window = self._read(number)
+                self._windows = {n: w for n, w in self._windows.items() if n >= number - 1} | {number: window}
+                if len(self._starts) > 2 * self._kept:
+                    self._starts = {n: s for n, s in self._starts.items() if n >= number - self._kept or n == 0}
+            return self._windows[number]
 
     def _read(self, number: int) -> _Window:
         """Find the documents of a window, and where the next one starts."""

@@ -46,6 +46,8 @@ _BAD_ALLOWED = 10
 _CHUNK_RECORDS = 256
 _ATTEMPTS = 4
 _MAX_LINE = 128 << 20
+# Errors that another attempt would have again.
+_LASTING = (PermissionError, NotADirectoryError, FileExistsError)
 _LIMITS = (".pieces_bytes", ".pieces")
 
 
@@ -147,21 +149,21 @@ def make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int) -> None:
         UserError: a record is not text, or a file was changed, is damaged or cannot be read.
     """
     path = recipe.path(piece, part)
-    # Processes that want the same piece wait here for the one that makes it: of a compressed file, any of its parts.
-    lock = recipe.path(piece, 0)
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with locked(lock.with_name(f".lock_{lock.name[:2]}")):
-        if is_whole(path):
+    for attempt in range(_ATTEMPTS):
+        try:
+            # Processes that want the same piece wait here: of a compressed file, any of its parts.
+            lock = recipe.path(piece, 0)
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            with locked(lock.with_name(f".lock_{lock.name[:2]}")):
+                if not is_whole(path):
+                    _make(recipe, tokenizer, piece, part)
             return
-        for attempt in range(_ATTEMPTS):
-            try:
-                _make(recipe, tokenizer, piece, part)
-                return
-            except OSError as e:
-                if attempt == _ATTEMPTS - 1:
-                    rule = f"cannot be read, or {path.parent} not be written ({e.strerror or e})"
-                    raise UserError(piece.files[0].path, rule, "check both disks and start again") from None
-                time.sleep(2**attempt)
+        except OSError as e:
+            if attempt == _ATTEMPTS - 1 or isinstance(e, _LASTING):
+                rule = f"cannot be read, or {path.parent} not be written ({e.strerror or e})"
+                remedy = "check both disks and their permissions, or name another --cache-dir"
+                raise UserError(piece.files[0].path, rule, remedy) from None
+            time.sleep(2**attempt)
 
 
 def is_whole(path: Path) -> bool:
@@ -354,6 +356,8 @@ class _Writer:
 
     def __enter__(self) -> _Writer:
         self._part.parent.mkdir(parents=True, exist_ok=True)
+        for left in self._part.parent.glob(f".part_*_{self._path.name}"):
+            left.unlink(missing_ok=True)  # by a process that was killed
         self._file = self._part.open("wb")
         return self
 

@@ -144,7 +144,7 @@ class TextSource(Source):
             try:
                 tokens = Tokens(path)
                 break
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 pass
             except (OSError, ValueError) as e:
                 self._forget(piece, part, e)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.core.base.errors import UserError
+from megalite.runtime.data.stream import order
 from megalite.runtime.data.stream.order import Lane, Part, Shape, StreamOrder
 from tests.unit.data.stream.reference import Pieces, World, samples
 
@@ -102,6 +103,19 @@ def test_a_resume_reads_as_many_pieces_at_the_end_as_at_the_beginning() -> None:
         ]
         read.append(sum(reader.read.values()))
     assert read[1] < 2 * read[0]
+
+
+@pytest.mark.parametrize(("lanes", "window"), [(1, 1), (12, 1), (4, 6)])
+def test_a_save_behind_a_reader_that_is_batches_ahead_reads_nothing(
+    lanes: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "_KEPT_SAMPLES", 600)
+    reader = Reader(World(2, lanes, window, 5), make_sources(random.Random(4), [40]), [1.0])
+    for position in range(2400):
+        reader.sample(position)
+    read = Counter(reader.read)
+    assert len(reader.order.state(1900, [])["windows"]) == lanes
+    assert reader.read == read
 
 
 def test_each_token_comes_once_in_an_epoch_of_a_lane() -> None:

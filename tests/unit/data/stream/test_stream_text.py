@@ -307,6 +307,24 @@ def test_lines_that_begin_and_end_where_pieces_do_come_once(small: None, tmp_pat
         assert [t for s in read(data, len(whole) // 16) for t in s[:-1]] == whole[: len(whole) // 16 * 16]
 
 
+def test_what_a_killed_worker_left_is_removed_and_a_cache_that_is_a_file_refused(small: None, tmp_path: Path) -> None:
+    write_folder(tmp_path / "text")
+    with opened([tmp_path / "text"], tmp_path / "cache", lanes=1) as data:
+        want = read(data, 2000)
+    (made,) = sorted((tmp_path / "cache").glob("pieces/*/*.tokens"))[:1]
+    left = made.with_name(f".part_1_{made.name}")
+    left.write_bytes(b"half")
+    made.unlink()
+    with opened([tmp_path / "text"], tmp_path / "cache", lanes=1) as data:
+        assert read(data, 2000) == want
+    assert made.exists()
+    assert not left.exists()
+    (tmp_path / "file").write_bytes(b"")
+    with opened([tmp_path / "text"], tmp_path / "file", lanes=1) as data:
+        with pytest.raises(UserError, match="cannot be read, or .*/file/pieces/.* not be written.*--cache-dir"):
+            read(data, 1)
+
+
 def test_more_lanes_than_pieces_are_refused(small: None, tmp_path: Path) -> None:
     folder = tmp_path / "f"
     folder.mkdir()
