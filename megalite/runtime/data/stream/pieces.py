@@ -142,8 +142,11 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     return json.loads(header), size - _TAIL.size - length
 
 
-def make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int) -> None:
+def make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int) -> int:
     """Tokenize a part of a piece, and parts after it that cost little more, unless somebody has done so.
+
+    Returns:
+        The number of tokens made.
 
     Raises:
         UserError: a record is not text, or a file was changed, is damaged or cannot be read.
@@ -155,15 +158,14 @@ def make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int) -> None:
             lock = recipe.path(piece, 0)
             lock.parent.mkdir(parents=True, exist_ok=True)
             with locked(lock.with_name(f".lock_{lock.name[:2]}")):
-                if not is_whole(path):
-                    _make(recipe, tokenizer, piece, part)
-            return
+                return 0 if is_whole(path) else _make(recipe, tokenizer, piece, part)
         except OSError as e:
             if attempt == _ATTEMPTS - 1 or isinstance(e, _LASTING):
                 rule = f"cannot be read, or {path.parent} not be written ({e.strerror or e})"
                 remedy = "check both disks and their permissions, or name another --cache-dir"
                 raise UserError(piece.files[0].path, rule, remedy) from None
             time.sleep(2**attempt)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def is_whole(path: Path) -> bool:
@@ -175,8 +177,9 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def _make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int) -> None:
+def _make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int) -> int:
     check_unchanged(piece)
+    tokens = 0
     encoder = TextEncoder(tokenizer, recipe.key)
     for number, chunks, last in _parts(recipe, piece, part):
         writer = _Writer(recipe.path(piece, number), encoder.dtype)
@@ -187,9 +190,11 @@ def _make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int) -> None
                 records += len(chunk.records)
                 _check_bad(recipe, piece, encoded, writer.bad + len(encoded.bad), records)
                 writer.add(encoded)
+                tokens += len(encoded.tokens)
             check_unchanged(piece)
             written = writer.finish(last())
         _account(recipe, written)
+    return tokens
 
 
 def _check_bad(recipe: Recipe, piece: Piece, encoded: EncodedChunk, bad: int, records: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from multiprocessing.connection import Connection
 
 from megalite.core.base.errors import UserError
@@ -11,14 +12,17 @@ from megalite.runtime.data.tokenizer import load_tokenizer
 
 
 def main(descriptor: int, tokenizer: str) -> None:
-    """Answer each (recipe, piece, part) with None, or with the line that says why it cannot be tokenized."""
+    """Answer each (recipe, piece, part) with the line that says why it cannot be tokenized ("" if it can), the tokens
+    made, and the seconds that took.
+    """
     pipe = Connection(descriptor)
     model = load_tokenizer(tokenizer)
     with contextlib.suppress(EOFError, OSError):
         while True:
             order = pipe.recv()
+            began = time.monotonic()
             try:
-                make(order[0], model, *order[1:])
-                pipe.send(None)
+                tokens = make(order[0], model, *order[1:])
+                pipe.send(("", tokens, time.monotonic() - began))
             except UserError as e:
-                pipe.send(str(e))
+                pipe.send((str(e), 0, 0.0))

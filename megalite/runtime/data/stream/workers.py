@@ -22,7 +22,7 @@ from megalite.runtime.data.tokenizer import Tokenizer
 
 # A piece that so many workers died of ends the run.
 _ATTEMPTS = 3
-_LOG_AFTER_S = 20.0
+_LOG_AFTER_S, _LOOK_EVERY_S = 20.0, 1.0
 
 
 class Workers:
@@ -49,6 +49,7 @@ class Workers:
         self._threads: list[threading.Thread] = []
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._idle, self._closed = 0, False
+        self._tokens, self._seconds = 0, 0.0
 
     def order(self, recipe: Recipe, piece: Piece, part: int, urgent: bool = False) -> Future[None]:
         """Have a part of a piece made; return what is done when it is there."""
@@ -80,11 +81,12 @@ class Workers:
             make(recipe, self._tokenizer, piece, part)
             return
         future, since, told = self.order(recipe, piece, part, urgent=True), time.monotonic(), False
-        while not wait([future], 1.0).done:
+        while not wait([future], _LOOK_EVERY_S).done:
             tell()  # a wait that ends: workers tokenize, or end with an error
             if not told and time.monotonic() - since > _LOG_AFTER_S:
                 told = True
-                logger.info(f"waiting for tokens of {piece.files[0].name}, which {self.number} workers make")
+                rate = f"some {self.number * self._tokens / self._seconds:,.0f} a second" if self._seconds else "them"
+                logger.info(f"waiting for tokens of {piece.files[0].name}: {self.number} workers make {rate}")
         future.result()
 
     def close(self) -> None:
@@ -113,8 +115,9 @@ class Workers:
                     process, pipe = self._start()
                 try:
                     pipe.send(order)
-                    answer = pipe.recv()
-                    error = None if answer is None else UserError.from_message(answer)
+                    wrong, tokens, seconds = pipe.recv()
+                    error = UserError.from_message(wrong) if wrong else None
+                    self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
                     break
                 except (EOFError, OSError):
                     pipe.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.data import BatchLoader, Rows
 from megalite.runtime.data.stream import catalogue
+from megalite.runtime.data.stream import workers as workers_module
 from megalite.runtime.data.stream.catalogue import Catalogue, split_by_name
 from megalite.runtime.data.stream.dataset import StreamDataset
 from tests.unit.data.plain import ids_of
@@ -113,6 +115,19 @@ def test_the_second_epoch_and_the_second_run_start_no_worker(small: None, tmp_pa
         assert data.sources[0]._workers.started == 0  # type: ignore[attr-defined]
     assert times == [path.stat().st_mtime_ns for path in made]
     assert first == samples(World(5, 2, data.shape.window, 16), [folder], [1.0], count)
+
+
+def test_a_long_wait_is_told_with_what_the_workers_make(
+    small: None, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "text")
+    monkeypatch.setattr(workers_module, "_LOG_AFTER_S", -1.0)
+    monkeypatch.setattr(workers_module, "_LOOK_EVERY_S", 0.001)
+    caplog.set_level("INFO")
+    with opened([tmp_path / "text"], tmp_path / "cache", lanes=2, workers=1) as data:
+        read(data, 300)
+    assert re.search(r"waiting for tokens of \S+: 1 workers make them", caplog.text)
+    assert re.search(r"waiting for tokens of \S+: 1 workers make some [\d,]+ a second", caplog.text)
 
 
 def test_a_killed_worker_is_replaced_and_its_piece_made_again(small: None, tmp_path: Path) -> None:
