@@ -22,9 +22,9 @@ from megalite.extras.convert.megatron.config import model_of
 from megalite.extras.convert.megatron.convert import import_megatron
 from megalite.extras.convert.megatron.names import place
 from megalite.extras.prepare.chat import ChatEncoder
-from megalite.extras.prepare.documents import BadRecord, parse, read_chunks
 from megalite.extras.prepare.find_template import find_template
 from megalite.extras.view.metrics import read_metrics
+from megalite.runtime.data.documents import BadRecord, parse, read_chunks
 from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.options import cli
 from megalite.runtime.places.lock import RunLock

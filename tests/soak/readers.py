@@ -23,7 +23,6 @@ from megalite.core.model.parameters import param_map
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.convert.stream import ImportedTensor, write_checkpoint
 from megalite.extras.launch.hosts import check_equal_slots, filter_hosts, parse_hostfile
-from megalite.extras.prepare.documents import BadRecord, expand_inputs, parse, read_chunks
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from megalite.extras.view.checkpoint import describe
@@ -32,6 +31,7 @@ from megalite.runtime.checkpoint.load import model_config
 from megalite.runtime.checkpoint.manifest import commit_text, read_manifest
 from megalite.runtime.checkpoint.reader import ShardReader
 from megalite.runtime.data.build import build_datasets, read_sidecar
+from megalite.runtime.data.documents import BadRecord, expand_inputs, parse, read_chunks
 from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.data.tokens import IndexedDataset, token_dtype
 from megalite.runtime.options import cli

@@ -13,8 +13,8 @@ import torch
 from megalite.core.base.errors import UserError
 from megalite.core.rows import IGNORE
 from megalite.extras.inference.load import Model
-from megalite.extras.prepare.documents import BadRecord, expand_inputs, parse, read_chunks
 from megalite.runtime.data import IndexedDataset, LossMask, PackedDataset, Rows, mask_path
+from megalite.runtime.data.documents import BadRecord, expand_inputs, parse, read_chunks
 from megalite.runtime.data.tokenizer import Tokenizer
 
 

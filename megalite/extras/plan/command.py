@@ -20,7 +20,7 @@ from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.plan.cluster import FITTED, Cluster, read_calibration
 from megalite.extras.plan.fewest import fewest
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
-from megalite.extras.plan.outlook import batch_note, outlook, read_tokens, reliability, rounder_batch
+from megalite.extras.plan.outlook import batch_note, cores_of_text, outlook, read_tokens, reliability, rounder_batch
 from megalite.extras.plan.pictures import draw_search, draw_sweep
 from megalite.extras.plan.recovery import check_failures, effective_text, failure_figures, traffic
 from megalite.extras.plan.report import as_json, best_layouts, explain_text, mfu, search_text
@@ -94,6 +94,7 @@ def search_command(argv: Sequence[str]) -> int:
     lines = [] if best is None else outlook(best, cluster, args.tokens, args.price)
     if best is not None:
         lines += _failures(best.cfg, best.grid, best.ranks, cluster, best.time, args.mtbf)
+        lines += cores_of_text(best, cluster, cfg.local_data.data)
     if best is not None and not args.json:
         lines += rounder_batch(best, cfg, cluster, held)
     if args.json:

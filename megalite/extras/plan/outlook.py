@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megalite.core.base.errors import require
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.search import Candidate, pick, search
+from megalite.runtime.data import texts_of
 from megalite.runtime.options.fields import with_options
 from megalite.runtime.options.run import Config
 
 # Mean absolute error of the step times in docs/plan.md; a test computes it again.
 PUBLISHED_ERROR = 0.039
+# Hugging Face's tokenizers with a BPE of some thousand entries; see docs/data.md.
+TOKENS_PER_CORE = 300_000
 _WORTH_A_NOTE = 0.03
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -53,6 +56,16 @@ def outlook(best: Candidate, cluster: Cluster, tokens: float | None, price: floa
         cost = "" if price is None else f", {hours * price:,.0f} at {price:g} per GPU hour"
         lines[0] += f": {tokens:.4g} tokens take {tokens / pace(best) / 86400:,.1f} days, {hours:,.0f} GPU hours{cost}"
     return lines
+
+
+def cores_of_text(best: Candidate, cluster: Cluster, words: Sequence[str]) -> list[str]:
+    """Say how many cores tokenize text as fast as a layout trains on it; nothing where `--data` names none."""
+    if not texts_of(words):
+        return []
+    cores = pace(best) / TOKENS_PER_CORE
+    alone = f", {cores:.1f} without a --cache-dir that the hosts share" if cluster.hosts > 1 else ""
+    rate = f"a core makes some {TOKENS_PER_CORE:,} tokens/s"
+    return [f"text as data: tokenizing takes {cores / cluster.hosts:.1f} cores of each host{alone} ({rate})"]
 
 
 def batch_note(samples: int) -> str:

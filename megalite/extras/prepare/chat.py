@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.extras.prepare.documents import EXCERPT_CHARS, BadRecord, Chunk
 from megalite.extras.prepare.messages import (
     Arguments,
     BadConversation,
@@ -28,8 +27,9 @@ from megalite.extras.prepare.messages import (
     tools_of,
 )
 from megalite.extras.prepare.template import RESERVED, STAND_INS, ChatTemplate, Renderer, TemplateFailure
-from megalite.extras.prepare.workers import EncodedChunk
 from megalite.runtime.base.untrusted import require_shallow
+from megalite.runtime.data.documents import EXCERPT_CHARS, BadRecord, Chunk
+from megalite.runtime.data.encode import EncodedChunk
 from megalite.runtime.data.tokenizer import Span, Tokenizer, any_of
 from megalite.runtime.data.tokens import token_dtype
 

@@ -12,10 +12,11 @@ from megalite.core.base.log import logger, setup_logging
 from megalite.extras.compat.megatron_preprocess import commands
 from megalite.extras.prepare.merge import merge
 from megalite.extras.prepare.named_templates import NAMED
-from megalite.extras.prepare.preprocess import check_output, default_workers
+from megalite.extras.prepare.preprocess import check_output
 from megalite.extras.prepare.preprocess import preprocess as preprocess_files
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from megalite.extras.tool import ToolParser
+from megalite.runtime.base.child import num_cores
 
 _PREPROCESS = """Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the
 tokenizer. With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers. Several hosts prepare
@@ -47,7 +48,7 @@ def _preprocess(argv: Sequence[str]) -> None:
         help="folder or file: sentencepiece *.model, tokenizer.json, a tiktoken rank file, or the word bytes",
     )
     parser.add_argument("--out", required=True, metavar="PREFIX", help="output path without .bin")
-    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: one per core)")
+    parser.add_argument("--workers", type=int, default=num_cores(), help="processes (default: one per core)")
     parser.add_argument(
         "--key", help="JSON key or parquet column of the text (default: text); with --chat, key of the messages"
     )

@@ -25,12 +25,13 @@ from megalite import __version__
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.extras.prepare.chat import ChatEncoder
-from megalite.extras.prepare.documents import Chunk, expand_inputs, holds_records, read_chunks
 from megalite.extras.prepare.find_template import find_template
 from megalite.extras.prepare.progress import Progress
 from megalite.extras.prepare.template import ChatTemplate
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.extras.prepare.workers import EncodedChunk, EncoderFactory, TextEncoder, encode_all
+from megalite.extras.prepare.workers import EncoderFactory, encode_all
+from megalite.runtime.data.documents import Chunk, expand_inputs, holds_records, read_chunks
+from megalite.runtime.data.encode import EncodedChunk, TextEncoder
 from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.runtime.data.tokens import token_dtype
 
@@ -224,8 +225,3 @@ def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats, template: ChatTemplat
         **chat_entries,
         "megalite_version": __version__,
     }
-
-
-def default_workers() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

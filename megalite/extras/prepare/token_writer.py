@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -17,38 +15,7 @@ import numpy.typing as npt
 
 from megalite.core.base.errors import UserError
 from megalite.runtime.data.index import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
-from megalite.runtime.data.sidecar import BLOCK, DIGEST
-
-
-class BlockHasher:
-    """Hash a file while it is written, in blocks of `block` bytes: every byte once."""
-
-    def __init__(self, block: int = BLOCK) -> None:
-        self._block = block
-        self._root = hashlib.sha256()
-        self._blocks = bytearray()
-        self._pending = bytearray()
-
-    def update(self, data: bytes) -> None:
-        """Add the bytes that were written next."""
-        self._pending += data
-        whole = len(self._pending) // self._block * self._block
-        with memoryview(self._pending) as view:
-            for at in range(0, whole, self._block):
-                self._add(view[at : at + self._block])
-        del self._pending[:whole]
-
-    def _add(self, block: bytearray | memoryview) -> None:
-        digest = hashlib.sha256(block).digest()
-        self._root.update(digest)
-        self._blocks += digest[:DIGEST]
-
-    def to_json(self) -> dict[str, str]:
-        """Return the file's entry in `PREFIX.json`, after the last `update`."""
-        if self._pending:
-            self._add(self._pending)
-            self._pending.clear()
-        return {"root": self._root.hexdigest(), "blocks": base64.b64encode(self._blocks).decode()}
+from megalite.runtime.data.sidecar import BLOCK, BlockHasher
 
 
 class IndexedDatasetWriter:

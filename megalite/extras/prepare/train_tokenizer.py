@@ -11,7 +11,7 @@ from typing import Any
 
 from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger
-from megalite.extras.prepare.documents import BadRecord, expand_inputs, parse, read_chunks
+from megalite.runtime.data.documents import BadRecord, expand_inputs, parse, read_chunks
 from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer, optional_import
 
 # sentencepiece learns nothing from a sentence that holds U+2585, its mark for unknown tokens, so text is split there

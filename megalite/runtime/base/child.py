@@ -85,6 +85,11 @@ def writable(descriptor: int) -> bool:
     return bool(poll.poll(0))
 
 
+def num_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def allow_many_files() -> None:
     """Raise this process's limit of open files, usually 1,024, as far as allowed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

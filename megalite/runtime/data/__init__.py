@@ -7,6 +7,7 @@ from megalite.runtime.data.build import (
     build_datasets,
     check_tokenizer_matches,
     prefixes_of,
+    texts_of,
 )
 from megalite.runtime.data.loader import BatchLoader
 from megalite.runtime.data.own import OwnDataset, Samples
@@ -15,6 +16,8 @@ from megalite.runtime.data.samples import Dataset, GPTDataset, MockDataset, spli
 from megalite.runtime.data.shuffle import VERSION_OF_DATA
 from megalite.runtime.data.sidecar import chat_template_of, read_sidecar
 from megalite.runtime.data.stand_in import bring_prefix
+from megalite.runtime.data.stream.catalogue import is_text_path
+from megalite.runtime.data.stream.opening import TextOptions
 from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.runtime.data.tokens import IndexedDataset, token_dtype
 
@@ -32,16 +35,19 @@ __all__ = [
     "PackedDataset",
     "Rows",
     "Samples",
+    "TextOptions",
     "Tokenizer",
     "bring_prefix",
     "build_datasets",
     "chat_template_of",
     "check_tokenizer_matches",
+    "is_text_path",
     "load_tokenizer",
     "mask_path",
     "prefixes_of",
     "read_sidecar",
     "share_of",
     "split_documents",
+    "texts_of",
     "token_dtype",
 ]

@@ -8,13 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megalite.core.base.errors import UserError
+from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger, warn_on_rank_0
 from megalite.runtime.data.binary import AT_START
 from megalite.runtime.data.blend import BlendedDataset
 from megalite.runtime.data.packing import LossMask, PackedDataset, mask_path
 from megalite.runtime.data.samples import Dataset, GPTDataset, split_documents
 from megalite.runtime.data.sidecar import read_sidecar
+from megalite.runtime.data.stream.catalogue import is_text_path
+from megalite.runtime.data.stream.dataset import StreamDataset
+from megalite.runtime.data.stream.opening import Streams, TextOptions
+from megalite.runtime.data.stream.sources import Split
+from megalite.runtime.data.stream.workers import Workers
 from megalite.runtime.data.tokenizer import Tokenizer
 from megalite.runtime.data.tokens import IndexedDataset
 
@@ -24,10 +29,16 @@ _DATA_REMEDY = "use --data books, for example, or --data 0.7 web 0.3 books"
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training and evaluation data; the latter is None if its part of the split is 0 or it was not requested."""
+    """Training and evaluation data; the latter is None if its part of the split is 0 or it was not requested.
+
+    Attributes:
+        train, valid: as above.
+        workers: processes that tokenize text, None without text.
+    """
 
     train: Dataset
     valid: Dataset | None
+    workers: Workers | None = None
 
     def use_version(self, version: int) -> None:
         """Read the samples in the order of a version of the data, and hash the files as it does."""
@@ -39,8 +50,26 @@ class Datasets:
         """Return what the ranks compare, see `Dataset.identity`."""
         return self.train.identity() + (f"; {self.valid.identity()}" if self.valid is not None else "")
 
-    def position_meta(self, consumed_samples: int) -> dict[str, Any]:
-        """Return what a checkpoint records so that a resumed run need not follow a blend from its beginning."""
+    def close(self) -> None:
+        """End the processes that tokenize; samples cannot be read afterwards."""
+        if self.workers is not None:
+            self.workers.close()
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether each rank knows a part of the position: of text, the lanes that it has read."""
+        return isinstance(self.train, StreamDataset)
+
+    def position_meta(self, consumed_samples: int, elsewhere: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
+        """Return what a checkpoint records so that a resumed run need not follow its data from their beginning.
+
+        Args:
+            consumed_samples: position to go on from.
+            elsewhere: of text, what all ranks know (their "windows"); what none of them does, this one finds by
+                reading. None: leave that out.
+        """
+        if isinstance(self.train, StreamDataset):
+            return self.train.order.state(consumed_samples, elsewhere)
         if not isinstance(self.train, BlendedDataset):
             return {}
         position, taken = self.train.order.mark_before(consumed_samples)
@@ -48,6 +77,9 @@ class Datasets:
 
     def resume_position(self, meta: Mapping[str, Any]) -> None:
         """Start where `position_meta` was taken, if a checkpoint has it and it is of this blend."""
+        if isinstance(self.train, StreamDataset):
+            self.train.order.resume(meta)
+            return
         recorded = meta.get("blend", {})
         if isinstance(self.train, BlendedDataset) and len(recorded.get("taken", ())) == len(self.train.weights):
             self.train.order.start_from(recorded["position"], recorded["taken"])
@@ -83,8 +115,13 @@ def parse_data(data: Sequence[str]) -> list[tuple[float, str]]:
 
 
 def prefixes_of(data: Sequence[str]) -> list[str]:
-    """List the prefixes named by `--data`, in order."""
-    return [prefix for _, prefix in parse_data(data)]
+    """List the prefixes of token files named by `--data`, in order."""
+    return [word for _, word in parse_data(data) if not is_text_path(word)]
+
+
+def texts_of(data: Sequence[str]) -> list[str]:
+    """List the folders and files of text named by `--data`, in order."""
+    return [word for _, word in parse_data(data) if is_text_path(word)] if data else []
 
 
 def build_datasets(
@@ -102,11 +139,13 @@ def build_datasets(
     loss_per: Literal["token", "sample"] = "token",
     long_documents: Literal["cut", "drop"] = "cut",
     share: tuple[int, int] = (0, 1),
+    text: TextOptions | None = None,
 ) -> Datasets:
     """Open, check and split the data.
 
     Args:
-        data: the words after `--data`: [PREFIX] or ["0.7", "A", "0.3", "B"].
+        data: the words after `--data`: [PREFIX] or ["0.7", "A", "0.3", "B"]; a folder or file of text is a stream, and
+            so is a blend that has one.
         split: parts of train, valid, test, by documents of each set; not applied when `valid_data` is given. The test
             part is held out and never read here.
         seq_len, seed: tokens per sample, and seed of the order of samples.
@@ -119,10 +158,26 @@ def build_datasets(
         loss_on, loss_per, long_documents: see `LossMask` and `PackedDataset`. By default, data with a loss mask learn
             their answers, others every token.
         share: (rank, world): the ranks share the checking of the files, see `IndexedDataset.verify`.
+        text: how text is read, required where there is some.
 
     Raises:
         UserError: files missing, changed, damaged or of a larger vocabulary, a split shorter than one sample.
     """
+    if texts_of(data) or texts_of(valid_data):
+        chat = loss_on not in (None, "all") or loss_per == "sample"
+        given = f"--loss-on {loss_on}" if loss_on not in (None, "all") else f"--loss-per {loss_per}"
+        require(
+            not chat, f"{given} with text as data", "text has no answers", "drop it, or use megalite preprocess --chat"
+        )
+        streams = Streams(
+            _text_options(text),
+            lambda prefix: _unmarked(prefix, vocab_size, share),
+            vocab_size=vocab_size,
+            seq_len=seq_len,
+            seed=seed,
+            document_mask=document_mask,
+        )
+        return _streams(streams, data, valid_data, split if not valid_data else None, shuffle, evaluate)
     sources = _open(data, vocab_size, share)
     train, valid, _ = zip(*(split_documents(indexed.num_documents, split) for _, indexed in sources))
     kind = partial(_dataset_of, document_mask=document_mask, on=loss_on, per=loss_per, long_documents=long_documents)
@@ -139,8 +194,41 @@ def build_datasets(
     return Datasets(make("train", sources, train, shuffle=shuffle), evaluation)
 
 
+def _text_options(text: TextOptions | None) -> TextOptions:
+    """Return how text is read; raises `UserError` where there is no tokenizer for it."""
+    if text is None:
+        rule = "text is tokenized while training reads it, and there is no tokenizer"
+        raise UserError("text as data", rule, "give --tokenizer, or make token files with megalite preprocess")
+    return text
+
+
+def _streams(
+    streams: Streams, data: Sequence[str], valid_data: Sequence[str], split: str | None, shuffle: bool, evaluate: bool
+) -> Datasets:
+    """Open text, and token files that are blended with it; evaluation reads in order."""
+    train, valid = streams.open(parse_data(data), split, 0, shuffle), None
+    train.log_pool()
+    if valid_data:
+        logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
+        valid = streams.open(parse_data(valid_data), None, 1, shuffle=False)
+    elif evaluate and any(float(part) > 0 for part in (split or "").split(",")[1:2]):
+        valid = streams.open(parse_data(data), split, 1, shuffle=False)
+    return Datasets(train, valid, streams.workers)
+
+
+def _unmarked(prefix: str, vocab_size: int | None, share: tuple[int, int]) -> IndexedDataset:
+    """Open token files without marked answers, which are packed, and cannot be blended with text."""
+    if mask_path(prefix).exists():
+        rule = f"has marked answers ({mask_path(prefix)}), which a blend with text cannot pack"
+        raise UserError(f"--data {prefix}", rule, "blend token files alone, or move the mask away")
+    return _open([prefix], vocab_size, share)[0][1]
+
+
 def _sources(dataset: Dataset | None) -> dict[str, str]:
     """Return the prefixes of a dataset's token files by the hash of their content; none where there are no files."""
+    if isinstance(dataset, StreamDataset):
+        # Parts of --split have no document in common.
+        return {source.content_hash(): source.name for source in dataset.sources} if dataset.split == Split() else {}
     sets = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     return {d.content_hash(): d.indexed.prefix for d in sets if isinstance(d, GPTDataset | PackedDataset)}
 

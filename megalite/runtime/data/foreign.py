@@ -29,7 +29,9 @@ def missing_index(prefix: str) -> UserError:
         return UserError(given, f"is {what}, and token files are PREFIX.bin and PREFIX.idx", _of_folder(Path(prefix)))
     file = next((file for file in (Path(prefix), Path(f"{prefix}.bin")) if file.is_file()), None)
     remedy = "give the path without .bin/.idx, and check that both files are on this machine"
-    if file is None or file.with_suffix(".idx").exists():
+    if file is None:
+        return UserError(given, f"{rule}, nor a folder of that name", remedy)
+    if file.with_suffix(".idx").exists():
         return UserError(given, rule, remedy)
     with contextlib.suppress(OSError):
         whose = _LLM_C.get(int.from_bytes(_start(file)[:4], "little"))

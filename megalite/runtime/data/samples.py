@@ -58,6 +58,15 @@ def read_ids(indexed: IndexedDataset, start: int, stop: int, vocab_size: int | N
     return tokens
 
 
+def mark_documents(tokens: Tokens, begins: Tokens) -> Rows:
+    """Make a sample of ids [seq_len + 1] in which documents begin at `begins`, places from 1 on."""
+    places, targets = len(tokens) - 1, tokens[1:].copy()
+    targets[begins - 1] = IGNORE
+    starts = np.zeros(places, np.int64)
+    starts[begins[begins < places]] = begins[begins < places]
+    return Rows(tokens[:-1], targets, np.maximum.accumulate(starts))
+
+
 class GPTDataset:
     """Take samples from a contiguous range of documents.
 
@@ -145,11 +154,7 @@ class GPTDataset:
         within = bounds[
             np.searchsorted(bounds, start, "right") : np.searchsorted(bounds, start + self.seq_len, "right")
         ]
-        begins, targets = within - start, tokens[1:].copy()
-        targets[begins - 1] = IGNORE
-        starts = np.zeros(self.seq_len, np.int64)
-        starts[begins[begins < self.seq_len]] = begins[begins < self.seq_len]
-        return Rows(tokens[:-1], targets, np.maximum.accumulate(starts))
+        return mark_documents(tokens, within - start)
 
     def content_hash(self) -> str:
         """Hash the files (see `IndexedDataset.content_hash`), the split's documents and the sample length."""

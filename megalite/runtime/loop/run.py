@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from megalite.core.engine import Engine
+from megalite.core.mesh.collectives import gather_texts
 from megalite.runtime.checkpoint.check_replicas import check_replicas
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.data import BatchLoader, Dataset, Datasets
@@ -143,7 +145,8 @@ class Run:
         exit_stack.callback(self.heartbeat.close)
         if kind is None:
             exit_stack.callback(self.companion.leaving)
-        for part in (self.checkpointer, self.metrics, self.loader, self.profiler, self.gpu):
+        # The data before the loader: it waits for its thread, which may wait for tokens.
+        for part in (self.checkpointer, self.metrics, self.loader, self.datasets, self.profiler, self.gpu):
             exit_stack.callback(part.close)
         exit_stack.callback(self.heartbeat.beat, "closing", self.step, OWN)
         if kind is None:
@@ -170,7 +173,7 @@ def save(run: Run, weights_only: bool = False) -> None:
     engine.optimizer.wait_weights()
     if engine.cfg.run.check_replicas:
         check_replicas(engine.optimizer.copies(), engine.ctx)
-    position = run.datasets.position_meta(run.consumed_samples) if engine.ctx.rank == 0 else {}
+    position = _position(run)
     judged = {} if run.valid_loss is None else {"valid_loss": run.valid_loss}
     meta = {**run.meta, **position, **judged, **_state(run)}
     write = run.checkpointer.save_model if weights_only else run.checkpointer.save
@@ -180,6 +183,18 @@ def save(run: Run, weights_only: bool = False) -> None:
     if not weights_only:
         run.saved.append((run.step, path))
     run.metrics.event("save_model" if weights_only else "save", step=run.step, checkpoint=str(path))
+
+
+def _position(run: Run) -> dict[str, Any]:
+    """Return where in the data the run is, on rank 0; of text, each rank knows the lanes that it has read."""
+    ctx, datasets, consumed = run.engine.ctx, run.datasets, run.consumed_samples
+    if not datasets.is_stream:
+        return datasets.position_meta(consumed) if ctx.rank == 0 else {}
+    own = datasets.position_meta(consumed)["windows"] if run.loader.reads else []
+    texts = gather_texts(json.dumps(own), ctx.world, ctx.device)
+    if ctx.rank != 0:
+        return {}
+    return datasets.position_meta(consumed, [row for text in texts for row in json.loads(text)])
 
 
 def keep_copy(run: Run, trained: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megalite.core.base.errors import require
+from megalite.core.base.errors import in_range, require
 from megalite.runtime.base.urls import cached_at, check_url, is_url
 
 
@@ -14,13 +14,23 @@ class DataConfig:
     """Training and evaluation data."""
 
     data: tuple[str, ...] = ()
-    """Training data: PREFIX (for PREFIX.bin and PREFIX.idx), or WEIGHT PREFIX pairs for a blend."""
+    """Training data: PREFIX (for PREFIX.bin and PREFIX.idx), or text: FOLDER or FILE (.jsonl, .parquet), FOLDER:SPLIT;
+    or WEIGHT and one of these in pairs for a blend. Text needs --tokenizer."""
     valid_data: tuple[str, ...] = ()
     """Evaluation data, in the same form as --data. Default: the second part of --split."""
     split: str = "99,1,0"
     """Proportions of documents for training, validation and test."""
     tokenizer: str | None = None
-    """Directory or file of the tokenizer that the data was made with."""
+    """Directory or file of the tokenizer that the data was made with, or that text is tokenized with."""
+    key: str = "text"
+    """Text as data: JSON key or parquet column that holds it."""
+    skip_bad: bool = False
+    """Text as data: skip records that are not text, up to 1 % of a piece, and warn; otherwise one ends the run."""
+    data_lanes: int | None = None
+    """Text as data: places that a batch is drawn from. Default: 64, fewer for little data."""
+    shuffle_tokens: int | None = None
+    """Text as data: tokens of a lane among which samples are shuffled, and that must be tokenized before the first of
+    them is read. Default: 2^20, fewer for little data."""
     shuffle: bool = True
     """Shuffle samples by seed and epoch."""
     mock_data: bool = False
@@ -61,6 +71,14 @@ class DataConfig:
         ):
             for word in words:
                 check_url(flag, word)
+        in_range(self, "data_lanes", 1, 1 << 16)
+        in_range(self, "shuffle_tokens", 1, 1 << 32)
+        require(
+            self.shuffle or self.data_lanes in (None, 1),
+            f"--no-shuffle with --data-lanes {self.data_lanes}",
+            "in the order of the files there is one lane",
+            "drop one of the two",
+        )
         for flag, is_set in (
             ("--document-mask", self.document_mask),
             (f"--loss-on {self.loss_on}", self.learns_part),

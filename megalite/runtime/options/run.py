@@ -26,9 +26,12 @@ class RunConfig:
     """Directory of the run: config.yaml, metrics.jsonl, checkpoints/, logs/; or a URL (s3://, gs://) to which the
     checkpoints of its local folder in --cache-dir are uploaded."""
     cache_dir: str = "~/.cache/megalite"
-    """Local folder for what stands in object stores; on a large disk."""
+    """Local folder for what stands in object stores, and for tokens of text; on a large disk."""
     cache_gb: float = 100.0
-    """GB of token data from object stores that are kept there; the oldest are deleted first."""
+    """GB of token data from object stores that are kept there, and of tokens of text; the oldest are deleted first."""
+    data_workers: int | None = None
+    """Text as data: processes of each rank that tokenize; 0 tokenizes in the rank itself. Default: half of the host's
+    cores, divided among its ranks."""
     upload_patience: float = 600.0
     """Seconds for which an upload to an object store is tried again while the store is away; training goes on."""
     read_patience: float = 600.0
@@ -130,6 +133,7 @@ class RunConfig:
         )
         require(self.run_dir != "", "--run-dir ''", "is empty", "give a directory")
         in_range(self, "cache_gb", 0.001, 10**7)
+        in_range(self, "data_workers", 0, 1024)
         in_range(self, "upload_patience read_patience", 0, 10**6)
         check_url("--run-dir", self.run_dir)
         check_url("--resume", self.resume)

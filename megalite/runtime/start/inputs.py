@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from megalite.core.base.errors import UserError
+from megalite.core.mesh.rendezvous import local_world_size
+from megalite.runtime.base.child import num_cores
 from megalite.runtime.data import (
     Dataset,
     Datasets,
@@ -12,13 +14,16 @@ from megalite.runtime.data import (
     MockDataset,
     OwnDataset,
     Samples,
+    TextOptions,
     Tokenizer,
     bring_prefix,
     build_datasets,
     check_tokenizer_matches,
+    is_text_path,
     load_tokenizer,
     prefixes_of,
     read_sidecar,
+    texts_of,
 )
 from megalite.runtime.options.run import Config
 from megalite.runtime.places.downloads import bring_tree
@@ -45,6 +50,7 @@ def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tok
         rule = "the vocabulary size cannot be inferred from train_data"
         raise UserError("no vocab_size", rule, "give vocab_size to configure, or a tokenizer")
     else:
+        check_tokenizer_given(cfg)
         prefixes = data_prefixes(cfg)
         for prefix in prefixes:
             IndexedDataset(prefix, check=False)
@@ -72,11 +78,22 @@ def data_prefixes(cfg: Config) -> list[str]:
     return prefixes_of(cfg.local_data.data)
 
 
+def check_tokenizer_given(cfg: Config) -> None:
+    """Refuse text without a tokenizer."""
+    if cfg.data.tokenizer is None and (words := texts_of(cfg.local_data.data) + texts_of(cfg.local_data.valid_data)):
+        rule = "is text, which is tokenized while training reads it, and there is no tokenizer"
+        remedy = "give --tokenizer (megalite tokenizer trains one), or make token files with megalite preprocess"
+        raise UserError(f"--data {words[0]}", rule, remedy)
+
+
 def bring_data(cfg: Config) -> None:
     """Make local stand-ins for the data and the tokenizer that are in a store."""
     d, cache = cfg.data, cfg.run.cache_dir
     for word in (*d.data, *d.valid_data):
-        bring_prefix(word, cache, int(cfg.run.cache_gb * 1e9), cfg.run.read_patience)
+        if is_text_path(word):
+            bring_tree(word, cache)
+        else:
+            bring_prefix(word, cache, int(cfg.run.cache_gb * 1e9), cfg.run.read_patience)
     if d.tokenizer is not None:
         bring_tree(d.tokenizer, cache)
 
@@ -133,6 +150,7 @@ def _token_files(cfg: Config, tokenizer: Tokenizer | None, share: tuple[int, int
     model = cfg.model
     seed = cfg.train.seed
     prefixes = data_prefixes(cfg)
+    check_tokenizer_given(cfg)
     if tokenizer is not None:
         check_tokenizer_matches(prefixes + (prefixes_of(d.valid_data) if d.valid_data else []), tokenizer)
     return build_datasets(
@@ -149,4 +167,21 @@ def _token_files(cfg: Config, tokenizer: Tokenizer | None, share: tuple[int, int
         loss_per=d.loss_per,
         long_documents=d.long_documents,
         share=share,
+        text=_text_options(cfg, tokenizer) if tokenizer is not None else None,
+    )
+
+
+def _text_options(cfg: Config, tokenizer: Tokenizer) -> TextOptions:
+    workers = cfg.run.data_workers
+    if workers is None:
+        workers = max(1, num_cores() // (2 * local_world_size()))
+    return TextOptions(
+        tokenizer,
+        cfg.data.key,
+        cfg.data.skip_bad,
+        cfg.data.data_lanes,
+        cfg.data.shuffle_tokens,
+        cfg.run.cache_dir,
+        int(cfg.run.cache_gb * 1e9),
+        workers,
     )

@@ -33,7 +33,10 @@ from megalite.runtime.places.names import checkpoints_folder, refuse_megatron, s
 from megalite.runtime.start.moments import unfit_moments
 
 # Data options that determine the order of samples.
-_ORDER = ("seed", "seq_len", "data", "valid_data", "split", "shuffle", "mock_data", "long_documents")
+_ORDER = (
+    *("seed", "seq_len", "data", "valid_data", "split", "shuffle", "mock_data", "long_documents"),
+    *("key", "data_lanes", "shuffle_tokens"),
+)
 
 # Options of other groups that influence updates.
 _UPDATES = {"run": ("on_spike", "spike_threshold"), "data": ("document_mask", "loss_on", "loss_per")}
@@ -79,7 +82,7 @@ class Source(NamedTuple):
 
     def state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the metadata that the run continues from, given what the checkpoint recorded."""
-        data = {"consumed_samples": 0, "loss_history": [], "blend": {}} if self.reset_data else {}
+        data = {"consumed_samples": 0, "loss_history": [], "blend": {}, "windows": []} if self.reset_data else {}
         step = {"step": 0, "skipped_steps": 0} if self.reset_step else {}
         return {**saved, **data, **step}
 

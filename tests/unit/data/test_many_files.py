@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from megalite.core.base.errors import UserError
-from megalite.extras.prepare.token_writer import BlockHasher, IndexedDatasetWriter
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.data import binary, sidecar
 from megalite.runtime.data.blend import BlendedDataset
 from megalite.runtime.data.build import Datasets, build_datasets
+from megalite.runtime.data.sidecar import BlockHasher
 from tests.unit.data.plain import ids_of
 
 SIDECAR = {"vocab_size": 60_000, "tokenizer_sha256": "0"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,15 @@ def test_measurements_of_one_machine_are_not_those_of_every_type(tmp_path: Path)
     write_calibration(tmp_path / "machine.yaml", DEVICES["a100-80g"], FITTED)
     with pytest.raises(UserError, match="without --cluster: measures one machine"):
         main(f"--fewest {MODEL} --tokens 1B --days 3 --calibration {tmp_path / 'machine.yaml'}".split())
+
+
+def test_a_plan_counts_the_cores_that_tokenize_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    main(["search", *MODEL.split(), "--cluster", "h100:16", "--data", str(tmp_path), "--tokenizer", "bytes"])
+    out = capsys.readouterr().out
+    found = re.search(r"# ([\d,]+) tokens/s", out)
+    assert found is not None
+    cores = float(found[1].replace(",", "")) / 300_000
+    assert f"takes {cores / 2:.1f} cores of each host, {cores:.1f} without a --cache-dir that the hosts share" in out
+    main(["search", *MODEL.split(), "--cluster", "h100:16"])
+    assert "text as data" not in capsys.readouterr().out

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from megalite.core.base.errors import UserError
-from megalite.extras.prepare import token_writer
 from megalite.extras.prepare.command import preprocess as command
 from megalite.extras.prepare.merge import merge
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data import sidecar
 
 ENDS = ("bin", "idx", "json", "mask.bin")
 
@@ -104,7 +104,7 @@ def test_every_byte_is_hashed_once(texts: list[str], tmp_path: Path, monkeypatch
         def __getattr__(self, name: str) -> object:
             return getattr(self._hash, name)
 
-    monkeypatch.setattr(token_writer.hashlib, "sha256", Counted)
+    monkeypatch.setattr(sidecar.hashlib, "sha256", Counted)
     with IndexedDatasetWriter(tmp_path / "d", np.dtype("<u2")) as writer:
         for _ in range(40):
             writer.add_documents(np.arange(50_000), [20_000, 30_000])

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import AddedToken
 
 from megalite.core.base.errors import UserError
-from megalite.extras.prepare.json_values import json_values
 from megalite.extras.prepare.preprocess import preprocess
+from megalite.runtime.data.json_values import json_values
 from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.data.tokens import IndexedDataset
 from tests.unit.extras.prepare.chats import MARKED, TURNS, UNMARKED, chat, control, convert, read, save_bytes

@@ -24,9 +24,10 @@ import zstandard
 
 import megalite
 from megalite.core.base.errors import UserError
-from megalite.extras.prepare.documents import Chunk, expand_inputs, read_chunks
 from megalite.extras.prepare.preprocess import preprocess
-from megalite.extras.prepare.workers import TextEncoder, Workers
+from megalite.extras.prepare.workers import Workers
+from megalite.runtime.data.documents import Chunk, expand_inputs, read_chunks
+from megalite.runtime.data.encode import TextEncoder
 from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.data.tokens import IndexedDataset
 

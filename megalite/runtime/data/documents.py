@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
-from megalite.extras.prepare.json_values import json_values
+from megalite.runtime.data.json_values import json_values
 from megalite.runtime.data.tokenizer import optional_import
 
 _TABLES = (".csv", ".tsv")
@@ -103,7 +103,7 @@ def _files_in(folder: Path, flag: str) -> list[Path]:
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for path in (Path(root, name) for name in sorted(names) if not name.startswith(".")):
-            (text if _is_text(path) else others).append(path)
+            (text if is_text(path) else others).append(path)
     if not text:
         raise UserError(f"{flag} {folder}", f"holds no text ({len(others)} other files)", "give another folder")
     if others:
@@ -112,7 +112,7 @@ def _files_in(folder: Path, flag: str) -> list[Path]:
     return text
 
 
-def _is_text(path: Path) -> bool:
+def is_text(path: Path) -> bool:
     """Whether a file is text, judged by its name or its first bytes."""
     # A .json file in a folder describes something more often than it holds text.
     if not path.is_file() or kind_of(path) in (".json", *_TABLES):
@@ -167,6 +167,18 @@ def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
                 size = 0
         if batch:
             yield Chunk(str(path), unit, first, batch, _position(raw))
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, decompressed, without their newline; raises as `read_chunks`."""
+    with _open(path) as raw:
+        yield from _lines(_blocks(raw, path), path)
+
+
+def read_whole(path: Path) -> bytes:
+    """Return a text, decompressed; raises as `read_chunks`."""
+    with _open(path) as raw:
+        return _read_all(_blocks(raw, path), path)
 
 
 def holds_records(path: Path, key: str) -> bool:

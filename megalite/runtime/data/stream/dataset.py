@@ -1,0 +1,174 @@
+"""A stream as a data set: samples by position."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
+from megalite.core.rows import Rows, Tokens
+from megalite.runtime.data.samples import mark_documents
+from megalite.runtime.data.shuffle import VERSION_OF_DATA
+from megalite.runtime.data.stream.order import Lane, Part, Shape, Span, StreamOrder
+from megalite.runtime.data.stream.sources import Source, Split
+
+LANES = 64
+"""Lanes of a run with enough pieces: each batch is drawn from as many places."""
+WINDOW_TOKENS = 1 << 20
+"""Tokens of a lane among which its samples are permuted."""
+# Pieces that a lane has at least, if the data allow it.
+_PIECES_OF_LANE = 8
+# A window is at most this part of a lane's epoch, counted in bytes of text.
+_WINDOWS_OF_EPOCH = 16
+
+
+def choose_shape(
+    sources: Sequence[Source],
+    *,
+    seed: int,
+    seq_len: int,
+    shuffle: bool,
+    lanes: int | None = None,
+    shuffle_tokens: int | None = None,
+) -> Shape:
+    """Return the numbers of a run, a function of its data and options alone, not of ranks or workers.
+
+    Raises:
+        UserError: more lanes than a source has pieces.
+    """
+    fewest = min(sources, key=lambda source: source.num_pieces)
+    if not shuffle:
+        lanes = 1
+    elif lanes is None:
+        lanes = min(LANES, max(1, fewest.num_pieces // _PIECES_OF_LANE))
+    elif lanes > fewest.num_pieces:
+        rule = f"{fewest.name} has {fewest.num_pieces} pieces, and each lane needs one"
+        raise UserError(f"--data-lanes {lanes}", rule, f"give at most {fewest.num_pieces}")
+    small = min(source.tokens for source in sources) // (lanes * _WINDOWS_OF_EPOCH)
+    tokens = shuffle_tokens or min(WINDOW_TOKENS, small)
+    return Shape(seed, lanes, max(1, tokens // seq_len) if shuffle else 1, seq_len, shuffle)
+
+
+class StreamDataset:
+    """Take samples from the lanes of sources.
+
+    Args:
+        sources: text or token files.
+        weights: weight of each in the blend.
+        shape: numbers of the run.
+        split: which documents are used.
+        vocab_size: ids must be below it; None leaves them unchecked.
+        document_mask: mark where documents begin; their last tokens then have no target.
+
+    Raises:
+        UserError: a source has fewer pieces than there are lanes.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float],
+        shape: Shape,
+        *,
+        split: Split | None = None,
+        vocab_size: int | None = None,
+        document_mask: bool = False,
+    ) -> None:
+        self.sources, self.weights, self.shape = list(sources), list(weights), shape
+        self.split, self.vocab_size = split or Split(), vocab_size
+        self.seq_len, self.version = shape.seq_len, VERSION_OF_DATA
+        self.document_mask = self.has_documents = document_mask
+        lanes = [
+            [
+                Lane(shape, number, lane, source.num_pieces, partial(self._sizes, source), source.ahead, source.name)
+                for lane in range(shape.lanes)
+            ]
+            for number, source in enumerate(self.sources)
+        ]
+        self.order = StreamOrder(shape, lanes, self.weights)
+        self._begun: set[tuple[int, int]] = set()
+
+    def sample(self, position: int) -> Tokens | Rows:
+        """Return the sample at a position, tokenized by now or waited for.
+
+        Raises:
+            UserError: a record is bad, a file was changed, a lane has no token, or an id is not in [0, vocab_size).
+        """
+        source, lane, nth = self.order.place(position)
+        if len(self._begun) < len(self.sources) * self.shape.lanes:
+            for following in range(position, position + self.shape.lanes):
+                self._begin(*self.order.place(following))
+        spans = self.order.lanes[source][lane].sample(nth)
+        tokens = self._read(self.sources[source], spans)
+        if self.vocab_size is not None and int(tokens.max()) >= self.vocab_size:
+            given = f"token id {int(tokens.max())} in sample {position} of {self.sources[source].name}"
+            rule = f"ids must be below --vocab-size {self.vocab_size}"
+            raise UserError(given, rule, "use the --vocab-size of the tokenizer")
+        if not self.document_mask:
+            return tokens
+        begins, at = [], 0
+        for span in spans:
+            if at and not span.token:
+                begins.append(at)
+            at += span.tokens
+        return mark_documents(tokens, np.array(begins, np.int64))
+
+    def content_hash(self) -> str:
+        """Hash the files, the numbers of the order, and the weights; refuses the same data twice."""
+        hashes = [source.content_hash() for source in self.sources]
+        for i, h in enumerate(hashes):
+            if (first := hashes.index(h)) < i:
+                given = f"--data {self.sources[first].name} and {self.sources[i].name}"
+                rule = "is the same data twice: some samples would come again before others have come once"
+                raise UserError(given, rule, f"give it once, with the weight {self.weights[first] + self.weights[i]:g}")
+        return self._hash(hashes)
+
+    def identity(self) -> str:
+        return self._hash([source.identity() for source in self.sources])
+
+    def _hash(self, hashes: Sequence[str]) -> str:
+        s = self.shape
+        numbers = (s.lanes, s.window, s.seq_len, self.split.begin, self.split.stop)
+        lines = [f"stream {numbers!r}", *(f"{w!r} {h}" for w, h in zip(self.weights, hashes))]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def log_pool(self) -> None:
+        """Log what a batch is drawn from."""
+        s, pieces = self.shape, sum(source.num_pieces for source in self.sources)
+        logger.info(
+            f"text as data: {pieces} pieces in {s.lanes} lanes; each batch is drawn from a pool of "
+            f"{s.lanes * s.window} samples"
+        )
+
+    def _sizes(self, source: Source, piece: int, part: int) -> Part:
+        """Return the documents of a part that are of the split."""
+        known = source.sizes(piece, part)
+        return Part(self.split.of(known.sizes, source.key(piece, part)), known.last)
+
+    def _begin(self, source: int, lane: int, nth: int) -> None:
+        """Announce the pieces of a lane that is read for the first time: then all lanes are tokenized at once."""
+        if (source, lane) not in self._begun:
+            self._begun.add((source, lane))
+            self.order.lanes[source][lane].announce(nth // self.shape.window)
+
+    @staticmethod
+    def _read(source: Source, spans: Sequence[Span]) -> Tokens:
+        """Read spans, those of documents that follow each other in a piece at once."""
+        chunks, at = [], 0
+        while at < len(spans):
+            first = last = spans[at]
+            count, at = first.tokens, at + 1
+            while at < len(spans) and _follows(last, spans[at]):
+                last = spans[at]
+                count, at = count + last.tokens, at + 1
+            chunks.append(source.read(first.piece, first.part, first.row, first.token, count))
+        return np.concatenate(chunks)
+
+
+def _follows(last: Span, following: Span) -> bool:
+    """Whether a span is of the document after that of another one, and the first ends where its document does."""
+    return following[:3] == (last.piece, last.part, last.row + 1) and following.token == 0

@@ -1,0 +1,125 @@
+"""Open the words of `--data` that name text, and token files beside them, as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.core.base.errors import UserError
+from megalite.runtime.data.samples import split_documents
+from megalite.runtime.data.stream.catalogue import Catalogue, is_text_path
+from megalite.runtime.data.stream.dataset import StreamDataset, choose_shape
+from megalite.runtime.data.stream.pieces import Recipe
+from megalite.runtime.data.stream.sources import PrefixSource, Source, Split, TextSource
+from megalite.runtime.data.stream.workers import Workers
+from megalite.runtime.data.tokenizer import Tokenizer
+from megalite.runtime.data.tokens import IndexedDataset
+
+_PARTS = 1 << 40
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How text is read.
+
+    Attributes:
+        tokenizer: makes the ids; each document ends with its end-of-text id.
+        key: JSON key or parquet column of the text.
+        skip_bad: skip records that are not text, up to 1 % of a piece.
+        lanes, shuffle_tokens: see `choose_shape`.
+        cache_dir: folder for what is tokenized.
+        cache_bytes: most bytes of it; the oldest are deleted.
+        workers: processes that tokenize.
+    """
+
+    tokenizer: Tokenizer
+    key: str
+    skip_bad: bool
+    lanes: int | None
+    shuffle_tokens: int | None
+    cache_dir: str
+    cache_bytes: int
+    workers: int
+
+
+class Streams:
+    """Opens streams that share workers and, under one name, sources.
+
+    Args:
+        options: how text is read.
+        open_prefix: opens and checks token files.
+        vocab_size: ids must be below it.
+        seq_len, seed: tokens per sample, and seed of the order.
+        document_mask: mark where documents begin.
+
+    Raises:
+        UserError: the tokenizer has no end of text, or files cannot be used.
+    """
+
+    def __init__(
+        self,
+        options: TextOptions,
+        open_prefix: Callable[[str], IndexedDataset],
+        *,
+        vocab_size: int | None,
+        seq_len: int,
+        seed: int,
+        document_mask: bool,
+    ) -> None:
+        if options.tokenizer.eos_id is None:
+            rule = "has no known end-of-text token, and every document must end with one"
+            given = f"tokenizer {options.tokenizer.path}"
+            raise UserError(given, rule, "set eos_token in tokenizer_config.json beside it")
+        self._options, self._open_prefix = options, open_prefix
+        self._vocab_size, self._seq_len, self._seed = vocab_size, seq_len, seed
+        self._document_mask = document_mask
+        self._sources: dict[str, Source] = {}
+        self.workers = Workers(options.workers, options.tokenizer)
+
+    def open(self, data: Sequence[tuple[float, str]], split: str | None, part: int, shuffle: bool) -> StreamDataset:
+        """Open a blend.
+
+        Args:
+            data: weight and word of each source.
+            split: `--split`; None: all documents.
+            part: which of its parts: 0 train, 1 valid.
+            shuffle: shuffle; otherwise read in order, in one lane.
+        """
+        o = self._options
+        sources = [self._source(word) for _, word in data]
+        weights = [weight for weight, _ in data]
+        if wrong := [f"{w:g} {s.name}" for w, s in zip(weights, sources) if not 0 < w < float("inf")]:
+            rule = "a blend's weights are finite numbers above 0"
+            raise UserError(f"--data {wrong[0]}", rule, "leave out the sets not to be used")
+        shape = choose_shape(
+            sources,
+            seed=self._seed,
+            seq_len=self._seq_len,
+            shuffle=shuffle,
+            lanes=o.lanes,
+            shuffle_tokens=o.shuffle_tokens,
+        )
+        bounds = [bound / _PARTS for bound in split_documents(_PARTS, split)[part]] if split is not None else [0.0, 1.0]
+        return StreamDataset(
+            sources,
+            weights,
+            shape,
+            split=Split(*bounds),
+            vocab_size=self._vocab_size,
+            document_mask=self._document_mask,
+        )
+
+    def _source(self, word: str) -> Source:
+        if word not in self._sources:
+            self._sources[word] = self._text(word) if is_text_path(word) else self._prefix(word)
+        return self._sources[word]
+
+    def _text(self, word: str) -> Source:
+        o = self._options
+        folder = str(Path(o.cache_dir).expanduser())
+        recipe = Recipe(o.key, o.tokenizer.sha256, o.tokenizer.kind, o.skip_bad, folder, o.cache_bytes)
+        return TextSource(Catalogue(word, o.key), recipe, self.workers)
+
+    def _prefix(self, prefix: str) -> Source:
+        return PrefixSource(self._open_prefix(prefix), self._vocab_size)

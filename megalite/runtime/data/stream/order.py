@@ -1,0 +1,321 @@
+"""The order of a stream: position -> (source, piece, row, token), as a function of seed, data and position.
+
+Position p belongs to lane p mod L. Of each source a lane owns pieces, fixed by the seed, and reads them end to end,
+epoch after epoch, in an order of its own in each. M samples of s tokens are a window, within which they are permuted.
+How many tokens a piece has is known once it is tokenized, so where a window starts is found by walking there from an
+earlier one: the starts of the current windows are what a checkpoint keeps, and could be found again without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.core.base.errors import UserError
+from megalite.runtime.data.blend import BlendOrder
+from megalite.runtime.data.shuffle import permuted
+
+Ints = npt.NDArray[np.int64]
+
+_OWNERS, _EPOCH, _WINDOW = range(3)
+# Starts of so many windows before the last one are kept, and of the windows of so many samples of all lanes: a save
+# needs the window of the last step, and the thread that reads is some batches ahead of it.
+_KEPT, _KEPT_SAMPLES = 64, 1 << 15
+AHEAD = 8
+"""Pieces of a lane that are announced before it reads them: about two windows of them."""
+
+
+class Part(NamedTuple):
+    """What the order knows of tokenized text.
+
+    Attributes:
+        sizes: tokens of each document, int64; 0: the document is not used.
+        last: whether the piece ends here. A compressed file is one piece of many parts, any other piece has one.
+    """
+
+    sizes: Ints
+    last: bool
+
+
+Sizes = Callable[[int, int], Part]
+"""(piece, part) -> its documents; tokenizes it, or reads what was tokenized."""
+
+
+Ahead = Callable[[int, int], None]
+"""(piece, part): it is read soon."""
+
+
+def _nothing(piece: int, part: int) -> None:
+    pass
+
+
+class Start(NamedTuple):
+    """Where a window of a lane starts: in an epoch, the piece's number among the lane's, its part, document, token."""
+
+    epoch: int = 0
+    ordinal: int = 0
+    part: int = 0
+    row: int = 0
+    token: int = 0
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of a document."""
+
+    piece: int
+    part: int
+    row: int
+    token: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The documents of a window: where in it each begins, and from which of its tokens on; all [documents]."""
+
+    begins: Ints
+    pieces: Ints
+    parts: Ints
+    rows: Ints
+    tokens: Ints
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Numbers of a run that its order depends on, besides the data.
+
+    Attributes:
+        seed: seed of all permutations.
+        lanes: number of lanes, L.
+        window: samples of a window, M.
+        seq_len: tokens of a sample, s.
+        shuffle: permute pieces and samples; without it there is one lane.
+    """
+
+    seed: int
+    lanes: int
+    window: int
+    seq_len: int
+    shuffle: bool = True
+
+    def permute(self, position: int, count: int, *key: int) -> int:
+        """Permute range(count) by the seed and a key of small numbers."""
+        if not self.shuffle or count < 2:
+            return position
+        packed = struct.pack(f"<Q{len(key)}q", self.seed % 2**64, *key)
+        return permuted(position, count, int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little"), 0)
+
+
+class Lane:
+    """One lane of one source.
+
+    Args:
+        shape: numbers of the run.
+        source, lane: which; both are part of the key of each permutation.
+        num_pieces: pieces of the source, at least as many as lanes.
+        sizes: the documents of a piece.
+        ahead: called with each piece that is read soon.
+        name: the source, for errors.
+
+    Raises:
+        UserError: a whole epoch has no token.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        source: int,
+        lane: int,
+        num_pieces: int,
+        sizes: Sizes,
+        ahead: Ahead = _nothing,
+        name: str = "",
+    ) -> None:
+        self.shape, self.source, self.lane, self.name = shape, source, lane, name
+        self._num_pieces, self._sizes, self._ahead = num_pieces, sizes, ahead
+        self.num_own = (num_pieces - lane + shape.lanes - 1) // shape.lanes
+        self._starts = {0: Start()}
+        self._windows: dict[int, _Window] = {}
+        self._kept = _KEPT + _KEPT_SAMPLES // (shape.window * shape.lanes)
+        self._lock = Lock()
+
+    def piece(self, epoch: int, ordinal: int) -> int:
+        """Return the piece that the lane reads at a place of an epoch."""
+        nth = self.shape.permute(ordinal, self.num_own, _EPOCH, self.source, self.lane, epoch)
+        return self.shape.permute(self.lane + self.shape.lanes * nth, self._num_pieces, _OWNERS, self.source)
+
+    def begin_at(self, window: int, start: Start) -> None:
+        """Take over where a window starts, from a checkpoint."""
+        self._starts[window] = start
+
+    def start_of(self, window: int) -> Start:
+        """Return where a window starts, walking there if that is not known."""
+        if window not in self._starts:
+            self._walk_to(window - 1)
+        return self._starts[window]
+
+    def known(self, window: int) -> Start | None:
+        """Return where a window starts, None if nobody has been there."""
+        return self._starts.get(window)
+
+    def sample(self, nth: int) -> list[Span]:
+        """Return the seq_len + 1 tokens of the lane's n-th sample."""
+        number, within = divmod(nth, self.shape.window)
+        window = self._walk_to(number)
+        at = self.shape.permute(within, self.shape.window, _WINDOW, self.source, self.lane, number) * self.shape.seq_len
+        end = at + self.shape.seq_len + 1
+        spans = []
+        first = int(np.searchsorted(window.begins, at, "right")) - 1
+        for i in range(first, int(np.searchsorted(window.begins, end, "left"))):
+            begin, stop = int(window.begins[i]), int(window.begins[i + 1]) if i + 1 < len(window.begins) else end
+            skipped = max(at - begin, 0)
+            piece, part, row = (int(x[i]) for x in (window.pieces, window.parts, window.rows))
+            spans.append(Span(piece, part, row, int(window.tokens[i]) + skipped, min(stop, end) - begin - skipped))
+        return spans
+
+    def announce(self, window: int) -> None:
+        """Announce the next pieces from the start of a window on, if that is known."""
+        if (start := self._starts.get(window)) is None:
+            return
+        self._ahead(self.piece(start.epoch, start.ordinal), start.part)
+        for distance in range(1, min(AHEAD, self.num_own)):
+            self._announce(start.epoch, start.ordinal, distance)
+
+    def _announce(self, epoch: int, ordinal: int, distance: int) -> None:
+        turns, ordinal = divmod(ordinal + distance, self.num_own)
+        self._ahead(self.piece(epoch + turns, ordinal), 0)
+
+    def _walk_to(self, number: int) -> _Window:
+        # A save may look for a start while the thread that reads ahead walks here.
+        with self._lock:
+            if number not in self._windows:
+                # Those between are walked through, one after the other.
+                for between in range(max(n for n in self._starts if n <= number), number):
+                    if between + 1 not in self._starts:
+                        self._read(between)
+                window = self._read(number)
+                self._windows = {n: w for n, w in self._windows.items() if n >= number - 1} | {number: window}
+                if len(self._starts) > 2 * self._kept:
+                    self._starts = {n: s for n, s in self._starts.items() if n >= number - self._kept or n == 0}
+            return self._windows[number]
+
+    def _read(self, number: int) -> _Window:
+        """Find the documents of a window, and where the next one starts."""
+        epoch, ordinal, part, row, token = self._starts[number]
+        need = self.shape.window * self.shape.seq_len  # and one token more, the last target
+        columns: list[tuple[Ints, ...]] = []
+        at, last_turn, following = 0, -1, None
+        self.announce(number)
+        while at <= need:
+            piece = self.piece(epoch, ordinal)
+            sizes, is_last = self._sizes(piece, part)
+            rows = row + np.flatnonzero(sizes[row:])
+            counts, tokens = sizes[rows], np.zeros(len(rows), np.int64)
+            if len(rows) and rows[0] == row:
+                counts, tokens[0] = counts.copy(), token
+                counts[0] -= token
+            ends = at + np.cumsum(counts)
+            begins = ends - counts
+            # The next window begins with the last target of this one.
+            used = int(np.searchsorted(begins, need, "right"))
+            if used and ends[used - 1] > need >= begins[used - 1]:
+                within = int(tokens[used - 1] + need - begins[used - 1])
+                following = Start(epoch, ordinal, part, int(rows[used - 1]), within)
+            place = (np.full(used, piece), np.full(used, part))
+            columns.append((begins[:used], *place, rows[:used], tokens[:used]))
+            at = int(ends[-1]) if len(ends) else at
+            row = token = 0
+            if not is_last:
+                part += 1
+                self._ahead(piece, part + AHEAD)
+                continue
+            self._announce(epoch, ordinal, AHEAD)
+            part, ordinal = 0, ordinal + 1
+            if ordinal == self.num_own:
+                if at == last_turn:
+                    self._refuse_empty()
+                epoch, ordinal, last_turn = epoch + 1, 0, at
+        assert following is not None
+        self._starts[number + 1] = following
+        return _Window(*(np.concatenate(column) for column in zip(*columns)))
+
+    def _refuse_empty(self) -> None:
+        given = f"lane {self.lane} of {self.shape.lanes} of {self.name}"
+        remedy = f"give fewer --data-lanes than {self.shape.lanes}, or check --key" if self.shape.lanes > 1 else ""
+        raise UserError(
+            given, f"none of its {self.num_own} pieces holds a token", remedy or "check the files and --key"
+        )
+
+
+class StreamOrder:
+    """The lanes of all sources, and whose turn it is.
+
+    The j-th sample of lane l has the choice j + l of Megatron's rule, so that a batch holds consecutive choices:
+    without that shift all of its lanes would take the same source.
+
+    Args:
+        shape: numbers of the run.
+        lanes: lanes of each source, [sources][L].
+        weights: weight of each source.
+    """
+
+    def __init__(self, shape: Shape, lanes: Sequence[Sequence[Lane]], weights: Sequence[float]) -> None:
+        self.shape, self.lanes = shape, lanes
+        # The thread that reads uses the first one, the thread that saves the other.
+        self._blend, self._rule = BlendOrder(weights), BlendOrder(weights)
+        first = BlendOrder(weights)
+        self._before = [first.taken_before(lane).tolist() for lane in range(shape.lanes)] if len(weights) > 1 else []
+
+    def place(self, position: int) -> tuple[int, int, int]:
+        """Return (source, lane, number of the sample in that lane of that source)."""
+        turn, lane = divmod(position, self.shape.lanes)
+        if not self._before:
+            return 0, lane, turn
+        source, taken = self._blend.locate(turn + lane)
+        return source, lane, taken - self._before[lane][source]
+
+    def samples_before(self, position: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (source, lane, samples taken of it before a position)."""
+        for lane in range(self.shape.lanes):
+            turn = (position - lane + self.shape.lanes - 1) // self.shape.lanes
+            counts = self._rule.taken_before(turn + lane).tolist() if self._before else [turn]
+            for source, count in enumerate(counts):
+                yield source, lane, count - (self._before[lane][source] if self._before else 0)
+
+    def state(self, position: int, elsewhere: Iterable[Sequence[int]] | None = None) -> dict[str, Any]:
+        """Return the starts of the windows that the next samples are in: [source, lane, window, *Start] of each.
+
+        Args:
+            position: samples consumed.
+            elsewhere: starts that others know; what nobody does is found by walking there. None: leave that out.
+        """
+        turn = position // self.shape.lanes
+        taken = self._rule.taken_before(turn).tolist()
+        self._rule.start_from(turn, taken)
+        others = {tuple(row[:3]): Start(*row[3:]) for row in elsewhere or ()}
+        rows = []
+        for source, number, count in self.samples_before(position):
+            lane, window = self.lanes[source][number], count // self.shape.window
+            start = lane.known(window) or others.get((source, number, window))
+            if start is None and elsewhere is not None:
+                start = lane.start_of(window)
+            if start is not None:
+                rows.append([source, number, window, *start])
+        return {"blend": {"position": turn, "taken": taken}, "windows": rows}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        blend = state.get("blend", {})
+        if len(blend.get("taken", ())) == len(self.lanes):
+            for rule in (self._blend, self._rule):
+                rule.start_from(blend["position"], blend["taken"])
+        for source, number, window, *start in state.get("windows", ()):
+            if source < len(self.lanes) and number < self.shape.lanes:
+                self.lanes[source][number].begin_at(window, Start(*start))

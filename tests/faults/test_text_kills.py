@@ -1,0 +1,57 @@
+"""Text as data under kills: a run that is killed twice ends in the bits of one left alone; changed text is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.faults.harness import RECOVER, codes, kill, metrics, outcome
+from tests.faults.zygote import Zygote
+
+STEPS = 16
+RUN = [
+    *("--num-layers", "1", "--hidden-size", "16", "--num-heads", "2", "--seq-len", "16", "--global-batch-size", "4"),
+    *("--device", "cpu", "--lr", "1e-3", "--train-steps", str(STEPS), "--save-every", "2", "--tokenizer", "bytes"),
+    *("--data-lanes", "3", "--shuffle-tokens", "64", "--data-workers", "1", "--document-mask"),
+]
+
+
+def test_kills_in_later_epochs_and_a_second_resume_change_no_bit(zygote: Zygote, tmp_path: Path) -> None:
+    """16 steps of 64 tokens, of four files with some 80 each: the kills are in the second and third epoch."""
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        lines = [json.dumps({"text": f"file {number} line {i} " + "ab" * i}) for i in range(4)]
+        (tmp_path / "text" / f"{number}.jsonl").write_text("\n".join(lines))
+    flags = [*RUN, "--data", str(tmp_path / "text")]
+
+    def start(name: str, world: int, *faults: dict[str, object], more: Sequence[str] = ()) -> list[int]:
+        # Each run tokenizes for itself.
+        where = ["--run-dir", str(tmp_path / name), "--cache-dir", str(tmp_path / f"cache_{name}")]
+        return codes(zygote.start([*flags, *where, *more], world, tmp_path, *faults).end())
+
+    assert start("whole", 2) == [0, 0]
+    assert start("killed", 2, kill(0, 6, tmp_path)) != [0, 0]
+    assert start("killed", 2, kill(1, 11, tmp_path)) != [0, 0]
+    assert start("killed", 2) == [0, 0]
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+    assert start("recovered", 2, kill(1, 8, tmp_path), more=RECOVER) == [0, 0]
+    assert outcome(tmp_path / "recovered") == outcome(tmp_path / "whole")
+    meta = json.loads((tmp_path / "whole" / "checkpoints" / "latest" / "manifest.json").read_text())["meta"]
+    assert len(meta["windows"]) == 3
+    assert min(epoch for _, _, _, epoch, *_ in meta["windows"]) >= 2
+
+    # Another number of ranks: the same samples, in sums of another order.
+    assert start("other", 2, kill(0, 7, tmp_path)) != [0, 0]
+    assert start("other", 1) == [0]
+    losses = [[line["loss"] for line in metrics(tmp_path / n) if "event" not in line] for n in ("whole", "other")]
+    assert losses[1][-10:] == pytest.approx(losses[0][-10:], rel=1e-5)
+
+    text = (tmp_path / "text" / "2.jsonl").read_text()
+    (tmp_path / "text" / "2.jsonl").write_text(text.replace("line 3", "line 7"))
+    left = zygote.start([*flags, "--run-dir", str(tmp_path / "whole"), "--train-steps", "20"], 1, tmp_path).end()
+    assert codes(left) == [2]
+    assert "the training data: checkpoint" in left[0].err
+    assert "the files have changed" in left[0].err
