@@ -127,7 +127,7 @@ class Zygote:
         """Take in what is said within this time."""
         assert self.process.stdout is not None
         # Not select, which takes no descriptor above 1,023.
-        if wait([self.process.stdout], seconds):
+        if wait([self.process.stdout.fileno()], seconds):
             more = os.read(self.process.stdout.fileno(), 1 << 16)
             assert more, "the zygote has died"
             self.heard += more
