@@ -151,14 +151,15 @@ class StepConfig:
             flag = f"--global-batch-size {size}"
             if t.batch_size_schedule is not None:
                 flag = f"--batch-size-schedule {t.batch_size_schedule}: {size}"
-            near = f"use {max(1, round(size / per_pass)) * per_pass}, or change --micro-batch-size"
-            require(size % micro == 0, flag, f"must be divisible by micro-batch size {micro}", near)
+            near = f"use {max(1, round(size / per_pass)) * per_pass}, or"
+            rule = f"must be divisible by micro-batch size {micro}"
+            require(size % micro == 0, flag, rule, f"{near} change --micro-batch-size")
             rule = f"must give each of {dp} data-parallel ranks a micro-batch of {micro}"
             remedy = f"use at least {per_pass}, fewer ranks, or a smaller --micro-batch-size"
             require(size >= per_pass, flag, rule, remedy)
             rule = f"must be divisible by micro-batch size {micro} x dp {dp} = {per_pass} with {self._rounding}"
             even = size % per_pass == 0 or not self._rounding
-            require(even, flag, f"{rule}, which rounds the sum of each rank", near)
+            require(even, flag, f"{rule}, which rounds the sum of each rank", f"{near} drop {self._rounding}")
             passes = self.passes(size, dp)
             # The schedule lists every pass of every micro-batch before the first step.
             require(

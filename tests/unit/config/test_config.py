@@ -198,7 +198,10 @@ def test_sums_that_are_rounded_need_even_shares(options: dict[str, Any]) -> None
     assert cfg.num_microbatches(4) == 2
     name, value = next(iter(options.items()))
     rule = f"must be divisible by micro-batch size 4 x dp 3 = 12 with --{name.replace('_', '-')} {value}, which rounds"
-    with pytest.raises(UserError, match=f"--global-batch-size 32: {rule} the sum of each rank; use 36, or change"):
+    with pytest.raises(
+        UserError,
+        match=f"--global-batch-size 32: {rule} the sum of each rank; use 36, or drop --{name.replace('_', '-')} {value}",
+    ):
         cfg.num_microbatches(3)
 
 
