@@ -197,11 +197,9 @@ def test_sums_that_are_rounded_need_even_shares(options: dict[str, Any]) -> None
     cfg = Config(train=TrainConfig(global_batch_size=32, micro_batch_size=4, **options))
     assert cfg.num_microbatches(4) == 2
     name, value = next(iter(options.items()))
-    rule = f"must be divisible by micro-batch size 4 x dp 3 = 12 with --{name.replace('_', '-')} {value}, which rounds"
-    with pytest.raises(
-        UserError,
-        match=f"--global-batch-size 32: {rule} the sum of each rank; use 36, or drop --{name.replace('_', '-')} {value}",
-    ):
+    option = f"--{name.replace('_', '-')} {value}"
+    rule = f"must be divisible by micro-batch size 4 x dp 3 = 12 with {option}, which rounds the sum of each rank"
+    with pytest.raises(UserError, match=f"--global-batch-size 32: {rule}; use 36, or drop {option}"):
         cfg.num_microbatches(3)
 
 
