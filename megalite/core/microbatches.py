@@ -60,8 +60,8 @@ def weigh_parts(engine: Engine[StepConfig], rows: Rows) -> tuple[torch.Tensor | 
     return router_weights[0], further
 
 
-def to_rows(batch: Batch, engine: Engine[StepConfig]) -> Rows:
-    """Make rows of this rank's samples, on the host.
+def to_rows(batch: Batch, engine: Engine[StepConfig], samples: int) -> Rows:
+    """Make rows of what this rank has of a global batch of `samples` samples, on the host.
 
     Raises:
         UserError: they are of another shape, not whole numbers, negative as inputs, or have a wrong weight.
@@ -69,14 +69,17 @@ def to_rows(batch: Batch, engine: Engine[StepConfig]) -> Rows:
     if isinstance(batch, Rows):
         return batch.check_inputs("the batch")
     tokens = np.asarray(batch.cpu() if isinstance(batch, torch.Tensor) else batch)
-    sizes = engine.cfg.train.batches.sizes
-    length = engine.cfg.model.seq_len + 1
-    dp = engine.ctx.dp
-    shapes = [(len(share_of(size, dp.size, dp.rank)), length) for size in sizes]
-    if tokens.shape not in shapes or tokens.dtype.kind not in "iu":
-        rule = f"must be token ids [global_batch_size / dp, seq_len + 1] = {' or '.join(str([*s]) for s in shapes)}"
+    shape = [len(share_of_rank(engine, samples)), engine.cfg.model.seq_len + 1]
+    if [*tokens.shape] != shape or tokens.dtype.kind not in "iu":
+        rule = f"must be token ids [global_batch_size / dp, seq_len + 1] = {shape}"
         raise UserError(f"a batch of {tokens.dtype} {list(tokens.shape)}", rule, "reshape the batch to that")
     return Rows.of(tokens).check_inputs("the batch")
+
+
+def share_of_rank(engine: Engine[StepConfig], samples: int, replica: int | None = None) -> range:
+    """Return the numbers of the samples that a rank on dp, this one unless another is named, has of so many."""
+    dp = engine.ctx.dp
+    return share_of(samples, dp.size, dp.rank if replica is None else replica, engine.cfg.train.micro_batch_size)
 
 
 def to_microbatches(

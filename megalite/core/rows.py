@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,14 @@ MAX_WEIGHT = 1e10
 """Largest weight of a target. All targets of a step together weigh at least 1 / MAX_WEIGHT times its tokens."""
 
 
-def share_of(samples: int, replicas: int, replica: int) -> range:
-    """Return which samples of a global batch one of its data-parallel replicas has: their numbers in the batch."""
-    each = samples // replicas
-    return range(replica * each, (replica + 1) * each)
+def share_of(samples: int, replicas: int, replica: int, size: int = 1) -> range:
+    """Return which samples of a global batch one of its data-parallel replicas has: their numbers in the batch.
+
+    Replicas have whole micro-batches of `size` samples, in order, and numbers of them that differ by at most one.
+    """
+    microbatches = samples // size
+    first, end = (r * microbatches // replicas * size for r in (replica, replica + 1))
+    return range(first, end)
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,22 @@ class Rows:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def __getitem__(self, samples: slice) -> Rows:
+    def __getitem__(self, samples: slice | npt.NDArray[np.intp]) -> Rows:
         """Return some of the samples."""
         parts: dict[str, Any] = {name: x if x is None else x[samples] for name, x in vars(self).items()}
         return Rows(**parts)
+
+    def filled(self, samples: int) -> Rows:
+        """Return these rows and, behind them, as many without a target or token as make `samples`.
+
+        They repeat the inputs of the first ones, and so what is computed of them is finite where that of those is.
+        """
+        if len(self) >= samples:
+            return self
+        numbers = np.arange(samples)
+        out, without = self[numbers % len(self)], (numbers >= len(self))[:, None]
+        padding = np.broadcast_to(without, out.inputs.shape) if out.padding is None else out.padding | without
+        return replace(out, targets=np.where(without, IGNORE, out.targets), padding=padding)
 
     def ahead(self, steps: int) -> Rows:
         """Return the inputs and targets `steps` tokens further on, at the places of these: [n, S].

@@ -11,11 +11,11 @@ import torch
 from torch.profiler import record_function
 
 from megalite.core.engine import Engine
-from megalite.core.microbatches import Batch, to_microbatches, to_rows, weigh_parts
+from megalite.core.microbatches import Batch, share_of_rank, to_microbatches, to_rows, weigh_parts
 from megalite.core.options.rates import StepRates, rates_at
 from megalite.core.options.step import StepConfig
 from megalite.core.pipeline.observe import OPTIMIZER_RANGE
-from megalite.core.rows import Rows, share_of
+from megalite.core.rows import Rows
 from megalite.core.sums import StepSums
 
 
@@ -70,7 +70,7 @@ def train_step(
     """
     cfg = engine.cfg
     scale = engine.scaler.scale
-    rows = to_rows(batch, engine)
+    rows = to_rows(batch, engine, cfg.train.batches.size(step))
     # Gradients are of the loss sum divided by the tokens of the largest batch; the true weight comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
     loss_sum = forward_backward(engine, rows, step, scale / full)
@@ -115,9 +115,10 @@ def forward_backward(
     Args:
         replica: the rank on dp whose samples these are; None: this one.
     """
-    ctx = engine.ctx
-    share = share_of(len(rows) * ctx.dp.size, ctx.dp.size, ctx.dp.rank if replica is None else replica)
-    size = engine.cfg.train.micro_batch_size
+    cfg, ctx = engine.cfg, engine.ctx
+    samples, size = cfg.train.batches.size(step), cfg.train.micro_batch_size
+    share = share_of_rank(engine, samples, replica)
+    rows = rows.filled(cfg.passes(samples, ctx.dp.size) * size)
     microbatches = to_microbatches(rows, size, ctx.device, ctx.axis("cp"), *weigh_parts(engine, rows))
     engine.optimizer.start_step(len(microbatches), engine.scaler.scale)
     program = engine.train_program(len(microbatches))
@@ -144,8 +145,8 @@ def eval_step(engine: Engine[StepConfig], batch: Batch, failed: bool = False) ->
 
     Neither dropout nor label smoothing applies. For the arguments see `train_step`.
     """
-    rows = to_rows(batch, engine)
-    size, ctx = engine.cfg.train.micro_batch_size, engine.ctx
+    ctx, samples, size = engine.ctx, engine.cfg.train.global_batch_size, engine.cfg.train.micro_batch_size
+    rows = to_rows(batch, engine, samples).filled(engine.cfg.passes(samples, ctx.dp.size) * size)
     microbatches = to_microbatches(rows, size, ctx.device, ctx.axis("cp"))
     engine.unit_weights.start_pass()
     loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, 0)

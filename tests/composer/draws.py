@@ -375,7 +375,7 @@ class _Drawing:
         world, rng = self.rng.choice(tuple(others)), self.rng
         sizes = {"tp": 1, "pp": 1, "cp": 1, "dp": 1}
         for factor in {1: (), 2: (2,), 3: (3,), 4: (2, 2)}[world]:
-            axes = ["pp"] if factor == 3 else ["tp", "tp", "pp", "cp", "dp"]
+            axes = ["pp", "dp"] if factor == 3 else ["tp", "tp", "pp", "cp", "dp"]
             sizes[rng.choice(axes)] *= factor
         if sizes["pp"] > self.out["num_layers"]:
             sizes.update({"dp": sizes["dp"] * 2, "pp": sizes["pp"] // 2} if world == 4 else {"pp": 1})
@@ -433,7 +433,7 @@ class _Drawing:
             return
         whole = sizes["tp"] > 1 and self.out.get("sequence_parallel", True) and self.maybe(0.3, "etp", "1")
         most = sizes["dp"] * sizes["cp"] * (sizes["tp"] if whole else 1)
-        if most > 1:
+        if most % 2 == 0:
             self.maybe(0.7, "ep", *(n for n in (2, 4) if most % n == 0))
         if "ep" in self.out:
             self.maybe(0.4, "moe_dispatch", "allgather", "auto")

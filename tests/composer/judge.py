@@ -218,6 +218,7 @@ class _Trial:
 RULES = (
     r"requires pp <= group size <= micro-batches",
     r"must be divisible by micro-batch size",
+    r"must give each of \d+ data-parallel ranks a micro-batch",
     r"must make groups of at least two ranks",
     r"must divide the \d+ ranks of",
     r"the number of ranks must be a multiple",

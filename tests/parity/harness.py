@@ -19,6 +19,7 @@ import torch
 
 from megalite.core.model.parameters import param_map
 from megalite.core.options.model import ModelConfig
+from megalite.core.rows import share_of
 from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
@@ -125,8 +126,8 @@ def train_steps(engine: Any, data: Data = fixed, steps: int = STEPS) -> Result:
     result, dp = Result([], {}, [], [], {}), engine.ctx.dp
     for step in range(1, steps + 1):
         rows = data(step)
-        size = len(rows) // dp.size
-        done = train_step(engine, rows[dp.rank * size : (dp.rank + 1) * size], step)
+        mine = share_of(len(rows), dp.size, dp.rank, engine.cfg.train.micro_batch_size)
+        done = train_step(engine, rows[mine.start : mine.stop], step)
         assert not done.skipped
         result.steps.append((done.loss, done.grad_norm))
         result.reported.append({})

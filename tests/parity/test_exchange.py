@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megalite.runtime.options.run import Config
-from tests.parity.jobs import BATCH, SEQ, VOCAB, batches, llama, make_config, start
+from tests.parity.jobs import SEQ, VOCAB, batches, llama, make_config, start
 from tests.workers import WorkerPool
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -53,7 +53,7 @@ def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None)
 
     engine = start(rank, cfg, world)
     gradients, dataset = LocalGradients(engine), OwnDataset(Documents(), SEQ, VOCAB, shuffle=False)
-    with open_loader(engine, dataset, BATCH) as loader:
+    with open_loader(engine, dataset, cfg.train.global_batch_size) as loader:
         assert not train_step(engine, loader.next_batch(), 1).skipped
         if fault is not None and fault[0] == rank:
             module = next(iter(next(iter(engine.stages.values())).layers.values()))
@@ -73,7 +73,7 @@ def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None)
         before = state(), engine.scaler.scalars(), engine.optimizer.scalars()
         found = exchange(engine, loader, batch, 2, second.loss_scale, gradients)
         assert (state(), engine.scaler.scalars(), engine.optimizer.scalars()) == before
-        assert loader.consumed_samples == 2 * BATCH
+        assert loader.consumed_samples == 2 * cfg.train.global_batch_size
     return found.suspects, found.obstacle
 
 
@@ -89,6 +89,8 @@ TWO_REPLICAS: list[Any] = [
 FOUR_REPLICAS = [
     ({"zero": 2}, {}, {"fp8": "rowwise", "fp8_emulate": True, "precision": "bf16"}, []),
     ({**SPLIT}, DROPOUT, {}, [((0, "wrong"), [[0]]), ((3, "activation"), [[3]])]),
+    # Shares of one, two, one and two micro-batches.
+    ({"zero": 2}, DROPOUT, {"global_batch_size": 6}, [((0, "wrong"), [[0]]), ((3, "activation"), [[3]])]),
     ({**SPLIT, "zero_group": "2"}, {}, {"precision": "bf16", "offload": "optimizer"}, [((1, "wrong"), [[1]])]),
     ({"zero": 1}, DROPOUT, {"micro_batch_size": 2, "compress": "powersgd:2"}, [((2, "wrong"), [[2]])]),
 ]

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from megalite.core.microbatches import share_of_rank
 from megalite.core.model.stage_log import StageLog
 from megalite.core.step import StepResult, train_step
 from megalite.runtime.options.run import Config, RunConfig
@@ -38,7 +39,8 @@ Lines = list[dict[str, Any]]
 
 
 def run_step(engine: Any, step: int) -> StepResult:
-    return train_step(engine, np.split(jobs.batches()[step - 1], engine.ctx.dp.size)[engine.ctx.dp.rank], step)
+    mine = share_of_rank(engine, jobs.BATCH)
+    return train_step(engine, jobs.batches()[step - 1, mine.start : mine.stop], step)
 
 
 def spoil(engine: Any, name: str = BAD) -> None:
@@ -154,6 +156,8 @@ STRONG: Grid = {
 }
 GRID: Grid = {
     ranks_of(1): [(jobs.llama(), 0, {}, {"micro_batch_size": 4})],
+    # A pass without samples, on one rank.
+    ranks_of(3): [(jobs.llama(), 3, {}, {"recompute": "full"})],
     ranks_of(4): [(jobs.llama(), 2, {"zero_group": "2"}, {}), (jobs.gpt2(), 0, {}, {"offload": "optimizer"})],
     ranks_of(2, tp=2): [(jobs.llama(), 1, {"tp_chunks": 2}, {"recompute": "selective"})],
     ranks_of(4, pp=2): [

@@ -41,6 +41,29 @@ def test_documents_and_their_positions_go_with_their_samples() -> None:
     assert document_bounds(STARTS).tolist() == [0, 3, 8, 13, 14, 16]
 
 
+def test_filled_rows_count_nowhere() -> None:
+    """Two more behind three: the first two again, their documents too, without targets, and padding for routers."""
+    x, weights = np.arange(15).reshape(3, 5), np.full((3, 5), 0.5, np.float32)
+    padding = np.arange(5) > np.array([[4], [2], [4]])
+    rows = Rows(x, np.where(padding, -1, x + 1), np.zeros_like(x), weights, padding)
+    filled = rows.filled(5)
+    assert filled.inputs.tolist() == [*x.tolist(), *x[:2].tolist()]
+    assert filled.targets[:3].tolist() == rows.targets.tolist()
+    assert (filled.targets[3:] == -1).all()
+    assert filled.padding is not None
+    assert filled.padding[:3].tolist() == padding.tolist()
+    assert filled.padding[3:].all()
+    assert filled.starts is not None
+    assert filled.starts.shape == (5, 5)
+    assert (filled.total_weight(), filled.num_tokens()) == (rows.total_weight(), rows.num_tokens()) == (6.5, 13)
+    for part, whole in zip(rows.filled(5)[:3].ahead(1).targets, rows.ahead(1).targets):
+        assert part.tolist() == whole.tolist()
+    assert (filled.ahead(1).targets[3:] == -1).all()
+    plain = Rows(x, x).filled(7)
+    assert (len(plain), plain.total_weight(), plain.num_tokens()) == (7, 15.0, 15)
+    assert Rows(x, x).filled(3).padding is None  # equal shares stay as they are
+
+
 def test_masks_of_one_pass_do_not_stay_with_the_micro_batch() -> None:
     (batch,) = to_microbatches(Rows(STARTS, STARTS, STARTS), 2, torch.device("cpu"))
     assert batch.documents is not None

@@ -85,11 +85,14 @@ def test_it_survives_a_file(tmp_path: Path) -> None:
     assert config(f"--config|{tmp_path}/c.yaml") == cfg
 
 
-def test_every_size_must_divide_and_run() -> None:
+def test_every_size_must_be_shared_out_and_run() -> None:
     cfg = config("--batch-size-schedule|0:4 2:6 6:8|--micro-batch-size|2")
     assert cfg.microbatch_counts(1) == [2, 3, 4]
-    with pytest.raises(UserError, match=r"0:4 2:6 6:8: 6: must be divisible by micro-batch size 2 x dp 2 = 4; use 8"):
-        cfg.num_microbatches(2)
+    assert cfg.microbatch_counts(2) == [1, 2]  # three micro-batches are one and two
+    with pytest.raises(UserError, match=r"0:4 2:6 6:8: 4: must give each of 3 data-parallel ranks a micro-batch"):
+        cfg.num_microbatches(3)
+    with pytest.raises(UserError, match=r"0:4 2:6 6:7: 7: must be divisible by micro-batch size 2; use 8, or change"):
+        with_options(cfg, {"batch_size_schedule": "0:4 2:6 6:7", "global_batch_size": 7}).num_microbatches(1)
     # Interleaved runs groups of pp: 3 micro-batches cannot, and auto takes what runs all sizes.
     for ask in (name_of, names_of):
         with pytest.raises(UserError, match="3 micro-batches with schedule interleaved"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from megalite.core.base.errors import require
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.optim import OptimConfig
-from megalite.core.options.parallel import ParallelConfig
+from megalite.core.options.parallel import SCHEDULES, ParallelConfig
 from megalite.core.options.part import PARTS
 from megalite.core.options.rates import check_decay
 from megalite.core.options.train import TrainConfig
@@ -119,11 +119,22 @@ class StepConfig:
         """Return the ZeRO stage in effect (`ParallelConfig.zero_stage`)."""
         return self.parallel.zero_stage(dp, self.train.offload == "optimizer+params")
 
+    def passes(self, samples: int, dp: int) -> int:
+        """Return how many micro-batches every dp rank runs in a step of `samples`: as many as the one with most has.
+
+        Where others have fewer (`rows.share_of`), their last are without a target (`Rows.filled`): a rank that left one
+        out would keep others waiting in what they do together in a pass. There, interleaved runs as many as it can.
+        """
+        p, microbatches = self.parallel, samples // self.train.micro_batch_size
+        most = -(-microbatches // dp)
+        grouped = p.vp > 1 if p.schedule == "auto" else SCHEDULES[p.schedule].grouped
+        return -(-most // p.pp) * p.pp if microbatches % dp and grouped else most
+
     def num_microbatches(self, dp: int) -> int:
-        """Return the number of micro-batches per step and dp rank, for the largest batch.
+        """Return the number of micro-batches per step that every dp rank runs, for the largest batch.
 
         Raises:
-            UserError: some batch does not divide.
+            UserError: some batch cannot be shared out.
         """
         return self.microbatch_counts(dp)[-1]
 
@@ -131,27 +142,39 @@ class StepConfig:
         """List the numbers of micro-batches per step and dp rank that occur in a run, in rising order.
 
         Raises:
-            UserError: some batch does not divide.
+            UserError: some batch cannot be shared out.
         """
         t = self.train
-        per_pass, counts = t.micro_batch_size * dp, []
+        micro, counts = t.micro_batch_size, set[int]()
+        per_pass = micro * dp
         for size in t.batches.sizes:
             flag = f"--global-batch-size {size}"
             if t.batch_size_schedule is not None:
                 flag = f"--batch-size-schedule {t.batch_size_schedule}: {size}"
-            require(
-                size % per_pass == 0,
-                flag,
-                f"must be divisible by micro-batch size {t.micro_batch_size} x dp {dp} = {per_pass}",
-                f"use {max(1, round(size / per_pass)) * per_pass}, or change --micro-batch-size",
-            )
-            counts.append(size // per_pass)
+            near = f"use {max(1, round(size / per_pass)) * per_pass}, or"
+            rule = f"must be divisible by micro-batch size {micro}"
+            require(size % micro == 0, flag, rule, f"{near} change --micro-batch-size")
+            rule = f"must give each of {dp} data-parallel ranks a micro-batch of {micro}"
+            remedy = f"use at least {per_pass}, fewer ranks, or a smaller --micro-batch-size"
+            require(size >= per_pass, flag, rule, remedy)
+            rule = f"must be divisible by micro-batch size {micro} x dp {dp} = {per_pass} with {self._rounding}"
+            even = size % per_pass == 0 or not self._rounding
+            require(even, flag, f"{rule}, which rounds the sum of each rank", f"{near} drop {self._rounding}")
+            passes = self.passes(size, dp)
             # The schedule lists every pass of every micro-batch before the first step.
             require(
-                counts[-1] <= _MAX_MICROBATCHES,
+                passes <= _MAX_MICROBATCHES,
                 flag,
-                f"makes {counts[-1]} micro-batches per step on each of {dp} data-parallel ranks, more than "
+                f"makes {passes} micro-batches per step on each of {dp} data-parallel ranks, more than "
                 f"{_MAX_MICROBATCHES}",
                 "raise --micro-batch-size, or use more ranks",
             )
-        return counts
+            counts.add(passes)
+        return sorted(counts)
+
+    @property
+    def _rounding(self) -> str:
+        """The options by which a step depends on how its samples are shared out; empty: there are none."""
+        t = self.train
+        options = {"compress": t.compress, "grad-reduce-dtype": t.grad_reduce_dtype, "grad-dtype": t.grad_dtype}
+        return " ".join(f"--{name} {value}" for name, value in options.items() if value not in ("none", "fp32"))

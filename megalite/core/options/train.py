@@ -20,7 +20,7 @@ class TrainConfig:
     micro_batch_size: int = 1
     """Samples per forward pass and data-parallel rank."""
     global_batch_size: int = 8
-    """Samples per optimizer step, over all data-parallel ranks."""
+    """Samples per optimizer step, over all data-parallel ranks, which share its micro-batches as evenly as they can."""
     batch_size_schedule: str | None = None
     """Global batch size by step, "0:16 400:32": 16 samples in steps 1 to 400, then 32. --global-batch-size is the
     largest."""

@@ -53,13 +53,15 @@ def main(argv: Sequence[str]) -> None:
     from megalite.extras.plan.memory.ranks import memory_per_rank
     from megalite.runtime.checkpoint.hf.start import hf_model_config
     from megalite.runtime.options import cli
+    from megalite.runtime.options.fields import with_options
     from megalite.runtime.start.inputs import with_vocab_size
 
     parsed = cli.parse(flags, read_model=hf_model_config, world=args.world, dialect=DIALECT)
     if parsed.layout is not None:
         rule = "an estimate is for one layout"
         raise UserError("--layout auto", rule, "choose one with `megalite plan`, and give its flags")
-    cfg = with_vocab_size(parsed.config)
+    # A step with the largest batch.
+    cfg = with_options(with_vocab_size(parsed.config), {"batch_size_schedule": None})
     if cfg.model.vocab_size is None:
         raise UserError("no vocabulary size", "the estimate requires it", "give --vocab-size, --tokenizer or --data")
     grid = Grid.from_config(cfg.parallel, args.world)

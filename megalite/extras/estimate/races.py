@@ -13,8 +13,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from megalite.core.build import build_engine
@@ -27,7 +25,7 @@ from megalite.core.step import eval_step, train_step
 from megalite.extras.estimate.backends import target_backends
 from megalite.extras.estimate.fake_cuda import fake_cuda
 from megalite.extras.estimate.order import COMPUTE, HOST, Order, Range
-from megalite.extras.estimate.rank import plausible_status
+from megalite.extras.estimate.rank import plausible_status, zeros
 from megalite.extras.estimate.record import Communication, Event, recorded_world
 from megalite.extras.estimate.rows import assumed_rows
 from megalite.extras.estimate.tracker import Tracker, arguments, launches, operands
@@ -51,7 +49,7 @@ def check_rank(
     """Run two training steps and an evaluation of a rank on fake CUDA tensors; returns their order, with its faults.
 
     Args:
-        cfg: the run's config, vocabulary resolved.
+        cfg: the run's config, vocabulary resolved, without a schedule of batch sizes.
         grid: sizes of all axes.
         rank: any rank of the grid.
         before_step: called with the engine and the number of the step, from 1.
@@ -78,12 +76,6 @@ def check_rank(
         eval_step(engine, batch)
         storages.close()
     return order
-
-
-def zeros(engine: Engine) -> npt.NDArray[np.int64]:
-    """Return a batch of zeros for a rank: [samples, tokens]."""
-    cfg = engine.cfg
-    return np.zeros((cfg.train.global_batch_size // engine.ctx.dp.size, cfg.model.seq_len + 1), dtype=np.int64)
 
 
 class _Storages:

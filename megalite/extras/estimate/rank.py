@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megalite.core import ops as kernels
@@ -20,6 +21,7 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.device import wants_one_queue
 from megalite.core.mesh.grid import Grid
+from megalite.core.microbatches import share_of_rank
 from megalite.core.parts.ffn.experts import imbalance
 from megalite.core.step import train_step
 from megalite.core.sums import StepSums
@@ -103,7 +105,7 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
     """Run one training step of a rank on fake CUDA tensors.
 
     Args:
-        cfg: options of the run, vocabulary size known.
+        cfg: options of the run, vocabulary size known, without a schedule of batch sizes.
         grid: all ranks.
         rank: the rank to run.
 
@@ -151,13 +153,19 @@ def run_step(engine: Engine[Config], log: list[Event]) -> int:
     The log is cleared first; then come the gathers of weights that the previous step would have started.
     """
     cfg = engine.cfg
-    batch = np.zeros((cfg.train.global_batch_size // engine.ctx.dp.size, cfg.model.seq_len + 1), dtype=np.int64)
+    batch = zeros(engine)
     log.clear()
     engine.optimizer.gather()
     first = len(log)
     with plausible_status(cfg):
         train_step(engine, batch, 1)
     return first
+
+
+def zeros(engine: Engine[Config]) -> npt.NDArray[np.int64]:
+    """Return a batch of zeros for a rank: [samples, tokens]."""
+    cfg = engine.cfg
+    return np.zeros((len(share_of_rank(engine, cfg.train.global_batch_size)), cfg.model.seq_len + 1), dtype=np.int64)
 
 
 @contextmanager

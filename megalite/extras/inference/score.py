@@ -23,9 +23,9 @@ from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.executor import Executor, forward_program
 from megalite.core.pipeline.p2p import Channel
+from megalite.core.rows import share_of
 from megalite.core.tensor_parallel.loss import vocab_parallel_cross_entropy
 from megalite.extras.inference.load import Weights
-from megalite.runtime.data import share_of
 from megalite.runtime.options.run import Config
 
 _END, _SCORE, _NEXT = range(3)

@@ -88,11 +88,8 @@ def _schedules(pp: int, vp: int) -> list[str]:
 def batches(cfg: Config, grid: Grid, fixed: frozenset[str], offloads: tuple[str, ...]) -> Iterator[Config]:
     """Yield micro-batch size, recomputation and offload."""
     t = cfg.train
-    share, remainder = divmod(t.global_batch_size, grid["dp"])
-    if remainder:
-        return
     for samples in _held(fixed, "micro_batch_size", t.micro_batch_size, _MICRO_BATCHES):
-        if share % samples:
+        if t.global_batch_size % samples or t.global_batch_size < samples * grid["dp"]:
             continue
         for recompute in _held(fixed, "recompute", t.recompute, MODES):
             most = MODES[recompute].most

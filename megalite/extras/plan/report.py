@@ -248,7 +248,8 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
         (
             "batch",
             f"{t.global_batch_size} samples = {per_step:,} tokens per step; {schedule.num_microbatches} "
-            f"micro-batch{'es' * (schedule.num_microbatches > 1)} of {t.micro_batch_size} per dp rank",
+            f"micro-batch{'es' * (schedule.num_microbatches > 1)} of {t.micro_batch_size} per dp rank"
+            f"{cfg.without_samples(grid['dp'])}",
         ),
         *([("", f"ramp: {t.batches.summary}; all figures are of the largest")] if t.batch_size_schedule else []),
         ("schedule", f"{schedule.name}, bubble {bubble:.1%} of the busiest rank's compute"),

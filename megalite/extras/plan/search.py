@@ -132,7 +132,7 @@ def search(
         flags = " ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
         raise UserError(
             f"{cluster.gpus} ranks, --global-batch-size {cfg.train.global_batch_size} {flags}".rstrip(),
-            "no tp, cp, pp and micro-batch size divide both",
+            "no tp, cp, pp and micro-batch size suit both",
             "change the batch size or the number of ranks, or give fewer options",
         )
     return sorted(candidates, key=lambda f: (not f.fits, f.time.total, f.order))

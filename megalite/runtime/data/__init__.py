@@ -1,6 +1,6 @@
 """Text to tokens to batches. Nothing here needs torch."""
 
-from megalite.core.rows import Rows, share_of
+from megalite.core.rows import Rows
 from megalite.runtime.data.blend import BlendedDataset
 from megalite.runtime.data.build import (
     Datasets,
@@ -46,7 +46,6 @@ __all__ = [
     "mask_path",
     "prefixes_of",
     "read_sidecar",
-    "share_of",
     "split_documents",
     "texts_of",
     "token_dtype",

@@ -10,7 +10,6 @@ from types import TracebackType
 
 import numpy as np
 
-from megalite.core.base.errors import UserError
 from megalite.core.rows import Rows, share_of
 from megalite.runtime.data.samples import Dataset
 
@@ -19,8 +18,8 @@ class BatchLoader:
     """Read ahead one data-parallel rank's share of each global batch, in a background thread.
 
     A global batch of B samples that follows N consumed samples takes positions N .. N + B - 1 of the dataset's order;
-    data-parallel rank r of d takes B / d of them, see `share_of`. So the samples of a step do not depend on d, and a
-    run resumes from N alone, even with another d or B.
+    data-parallel rank r of d takes some B / d of them, see `share_of`. So the samples of a step do not depend on d, and
+    a run resumes from N alone, even with another d or B.
 
     Args:
         dataset: samples by position.
@@ -29,13 +28,11 @@ class BatchLoader:
         consumed_samples: samples used before the first batch, N.
         prefetch: batches read ahead, at least 1.
         reads: read the samples; otherwise, where nothing looks at them (a middle pipeline stage), rows are zeros.
+        micro_batch_size: samples that ranks share out as one.
 
     Attributes:
         reads: as above.
         consumed_samples: samples of all ranks up to the end of the last batch returned; saved in checkpoints.
-
-    Raises:
-        UserError: a batch is not divisible by dp_size.
     """
 
     def __init__(
@@ -47,6 +44,7 @@ class BatchLoader:
         consumed_samples: int = 0,
         prefetch: int = 2,
         reads: bool = True,
+        micro_batch_size: int = 1,
     ) -> None:
         if prefetch < 1:
             raise ValueError(f"prefetch {prefetch} must be at least 1")
@@ -55,6 +53,8 @@ class BatchLoader:
         self._sizes = iter(repeat(global_batch_size) if isinstance(global_batch_size, int) else global_batch_size)
         self._dp_rank = dp_rank
         self._dp_size = dp_size
+        self._micro_batch_size = micro_batch_size
+        self._size = 0
         self.reads = reads
         self._next_start = consumed_samples
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
@@ -63,7 +63,7 @@ class BatchLoader:
             self._submit()
 
     def next_batch(self) -> Rows:
-        """Return this rank's B / d rows of the next global batch.
+        """Return this rank's rows of the next global batch.
 
         Raises:
             Exception: any error of reading (a `UserError` for bad ids); every later call raises it again.
@@ -75,6 +75,7 @@ class BatchLoader:
         batch = future.result()
         self._ahead.popleft()
         self.consumed_samples += size
+        self._size = size
         self._submit()
         return batch
 
@@ -88,19 +89,21 @@ class BatchLoader:
         except Exception as e:
             if not self._ahead:
                 raise
-            return self._zeros(len(share_of(self._ahead[0][0], self._dp_size, self._dp_rank))), e
+            return self._zeros(self._share(self._ahead[0][0], self._dp_rank)), e
 
-    def read_share(self, dp_rank: int, rows: int) -> tuple[Rows, Exception | None]:
-        """Read the `rows` rows of the last batch that another rank has; like `next`, return zeros if that fails."""
-        size = rows * self._dp_size
-        share = share_of(size, self._dp_size, dp_rank)
+    def read_share(self, dp_rank: int) -> tuple[Rows, Exception | None]:
+        """Read the rows of the last batch that another rank has; like `next`, return zeros if that fails."""
+        share = self._share(self._size, dp_rank)
         try:
-            return self._reader.submit(self._read_rows, self.consumed_samples - size, share).result(), None
+            return self._reader.submit(self._read_rows, self.consumed_samples - self._size, share).result(), None
         except Exception as e:
-            return self._zeros(rows), e
+            return self._zeros(share), e
 
-    def _zeros(self, rows: int) -> Rows:
-        return Rows.of(np.zeros((rows, self.dataset.seq_len + 1), np.int64))
+    def _share(self, size: int, dp_rank: int) -> range:
+        return share_of(size, self._dp_size, dp_rank, self._micro_batch_size)
+
+    def _zeros(self, share: range) -> Rows:
+        return Rows.of(np.zeros((len(share), self.dataset.seq_len + 1), np.int64))
 
     def close(self) -> None:
         """Stop reading ahead; the loader cannot be used afterwards."""
@@ -115,19 +118,15 @@ class BatchLoader:
 
     def _submit(self) -> None:
         size = next(self._sizes)
-        if size % self._dp_size:
-            rule = f"must be divisible by the data-parallel size {self._dp_size}"
-            remedy = f"use {-(-size // self._dp_size) * self._dp_size}, or another layout"
-            raise UserError(f"--global-batch-size {size}", rule, remedy)
         self._ahead.append((size, self._reader.submit(self._read, self._next_start, size)))
         self._next_start += size
 
     def _read(self, start: int, size: int) -> Rows:
-        return self._read_rows(start, share_of(size, self._dp_size, self._dp_rank))
+        return self._read_rows(start, self._share(size, self._dp_rank))
 
     def _read_rows(self, start: int, share: range) -> Rows:
         if not self.reads:
-            return self._zeros(len(share))
+            return self._zeros(share)
         return Rows.stack([self._sample(start + number) for number in share])
 
     def _sample(self, position: int) -> Rows:

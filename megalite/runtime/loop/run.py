@@ -36,8 +36,10 @@ def open_loader(
 ) -> BatchLoader:
     """Return a loader of this rank's samples, which are read where its stages need them."""
     reads = dataset.has_documents or any(stage.first or stage.last for stage in engine.stages.values())
-    dp = engine.ctx.dp
-    return BatchLoader(dataset, global_batch_size, dp.rank, dp.size, consumed_samples, reads=reads)
+    dp, size = engine.ctx.dp, engine.cfg.train.micro_batch_size
+    return BatchLoader(
+        dataset, global_batch_size, dp.rank, dp.size, consumed_samples, reads=reads, micro_batch_size=size
+    )
 
 
 @dataclass

@@ -184,6 +184,12 @@ class Config(StepConfig):
         )
         self._check_steps()
 
+    def without_samples(self, dp: int) -> str:
+        """Say how many of all ranks' micro-batches have no samples, where dp does not divide their number; else ""."""
+        ran = self.num_microbatches(dp) * dp
+        without = ran - self.train.global_batch_size // self.train.micro_batch_size
+        return f" ({without} of {ran} without samples)" if without else ""
+
     @property
     def within_documents(self) -> bool:
         """Whether options of the data keep attention within documents; chat data implies it too."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from megalite.core.engine import Engine
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
+from megalite.core.microbatches import share_of_rank
 from megalite.core.model.gpt import GPTStage
 from megalite.core.model.parameters import param_map
 from megalite.core.step import StepResult
@@ -57,7 +58,7 @@ class TensorStats:
 
     def watch(self, step: int, train: Callable[[], StepResult]) -> StepResult:
         """Run a step, and read what is to be known of it; every rank calls it."""
-        reading, asked = _Reading(self._engine), any(step in window for window in self._windows)
+        reading, asked = _Reading(self._engine, step), any(step in window for window in self._windows)
         if asked:
             with reading.during_step():
                 result = train()
@@ -122,14 +123,20 @@ class _Reading(Counter):
 
     The step asks its counters for their sums when gradients are complete, and before the update changes them.
 
+    Args:
+        engine: what this rank trains with.
+        step: number of the step.
+
     Attributes:
         rows: by tensor, what this rank has of it: (`_measure`, whether it counts or is a copy of what does).
     """
 
     name = "tensor statistics"
 
-    def __init__(self, engine: Engine[Config]) -> None:
+    def __init__(self, engine: Engine[Config], step: int) -> None:
+        t = engine.cfg.train
         self._engine = engine
+        self._microbatches = len(share_of_rank(engine, t.batches.size(step))) // t.micro_batch_size
         self.rows: defaultdict[str, list[tuple[Tensor, bool]]] = defaultdict(list)
 
     @contextmanager
@@ -154,7 +161,8 @@ class _Reading(Counter):
         counts = self._engine.ctx.tp.rank == 0 or self._engine.cfg.sequence_parallel
 
         def note(_module: Any, _args: Any, x: Tensor) -> None:
-            if not stage.log.recomputing:
+            # The last passes may have no samples.
+            if not stage.log.recomputing and len(self.rows[name]) < self._microbatches:
                 self.rows[name].append((_measure(x.detach()), counts))
 
         return note

@@ -68,7 +68,7 @@ def exchange(
     before = _sums(batch, gradients)
     # Read here, not sent: what is wrong with the memory that holds them there stays there.
     place = (ctx.dp.rank + distance) % ctx.dp.size
-    rows, failure = loader.read_share(place, len(batch))
+    rows, failure = loader.read_share(place)
     gradients.start(closely=True)
     full = engine.cfg.train.global_batch_size * engine.cfg.model.seq_len
     forward_backward(engine, rows, step, loss_scale / full, place)

@@ -35,7 +35,6 @@ from megalite.runtime.data import (
     chat_template_of,
     mask_path,
     prefixes_of,
-    share_of,
 )
 from megalite.runtime.loop.run import Run, open_loader
 from megalite.runtime.loop.spike import SpikeDetector
@@ -250,8 +249,7 @@ def make_run(
     metrics = agree(ctx, make_metrics)
     profiler = agree(ctx, lambda: StepProfiler(cfg, ctx))
     steps = step_range("--record-schedule", cfg.run.record_schedule)
-    share = share_of(sizes.size(max(1, steps.start)), ctx.dp.size, ctx.dp.rank)
-    count = len(share) // cfg.train.micro_batch_size
+    count = cfg.passes(sizes.size(max(1, steps.start)), ctx.dp.size)
     recorder = Recorder(run_dir / "schedule", ctx, engine.executor, engine.schedule_of(count), steps)
     threshold = cfg.run.spike_threshold if cfg.run.on_spike != "ignore" else math.inf
     spikes = SpikeDetector(threshold, state.get("loss_history", ()))
@@ -283,7 +281,8 @@ def log_banner(engine: Engine[Config]) -> None:
     logger.info(
         f"{cfg.model.arch}, {describe_parameters(cfg.model)}, on {ctx.world.size} x {ctx.device.type}: "
         f"dp {ctx.dp.size}, pp {ctx.pp.size}, tp {ctx.tp.size}{others}; {f'{fewer[0]} to ' if fewer else ''}{count} "
-        f"micro-batch{'es' * (count > 1)} of {cfg.train.micro_batch_size} per dp rank and step; "
+        f"micro-batch{'es' * (count > 1)} of {cfg.train.micro_batch_size} per dp rank and step"
+        f"{cfg.without_samples(ctx.dp.size)}; "
         f"{cfg.train.precision}{describe_fp8(cfg.model, cfg.train)}, {sharing}"
     )
     if cfg.peak_rate:

@@ -170,11 +170,37 @@ def test_microbatches() -> None:
         UserError, match="--global-batch-size 1600000: makes 200000 micro-batches per step on each of 1"
     ):
         Config(train=TrainConfig(global_batch_size=1_600_000, micro_batch_size=8)).num_microbatches(1)
-    for batch, dp in ((33, 2), (32, 3)):
-        with pytest.raises(
-            UserError, match=rf"--global-batch-size {batch}: must be divisible by .* dp {dp} = {8 * dp};"
-        ):
+    for batch, dp, error in (
+        (33, 2, "must be divisible by micro-batch size 8; use 32, or change --micro-batch-size"),
+        (32, 5, "must give each of 5 data-parallel ranks a micro-batch of 8; use at least 40, fewer"),
+    ):
+        with pytest.raises(UserError, match=rf"--global-batch-size {batch}: {error}"):
             Config(train=TrainConfig(global_batch_size=batch, micro_batch_size=8)).num_microbatches(dp)
+
+
+def test_replicas_with_uneven_shares_run_as_many_passes_as_the_one_with_most() -> None:
+    cfg = Config(train=TrainConfig(global_batch_size=32, micro_batch_size=4))
+    assert [cfg.num_microbatches(dp) for dp in range(1, 9)] == [8, 4, 3, 2, 2, 2, 2, 1]
+    assert [cfg.without_samples(dp) for dp in (2, 3, 5)] == [
+        "",
+        " (1 of 9 without samples)",
+        " (2 of 10 without samples)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compress": "int8"}, {"grad_reduce_dtype": "bf16"}, {"grad_dtype": "bf16", "precision": "bf16"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_sums_that_are_rounded_need_even_shares(options: dict[str, Any]) -> None:
+    cfg = Config(train=TrainConfig(global_batch_size=32, micro_batch_size=4, **options))
+    assert cfg.num_microbatches(4) == 2
+    name, value = next(iter(options.items()))
+    option = f"--{name.replace('_', '-')} {value}"
+    rule = f"must be divisible by micro-batch size 4 x dp 3 = 12 with {option}, which rounds the sum of each rank"
+    with pytest.raises(UserError, match=f"--global-batch-size 32: {rule}; use 36, or drop {option}"):
+        cfg.num_microbatches(3)
 
 
 # A rate has no natural upper limit; what it does to weights is looked at before every save.

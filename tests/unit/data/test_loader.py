@@ -133,7 +133,7 @@ def test_a_share_of_another_rank_is_read_from_the_last_batch(data: GPTDataset) -
         loader.next_batch()
         loader.next_batch()
         for rank in range(4):
-            rows, failure = loader.read_share(rank, 2)
+            rows, failure = loader.read_share(rank)
             assert failure is None
             assert tokens_of(rows) == [ids_of(data, p).tolist() for p in range(28 + 2 * rank, 30 + 2 * rank)]
         assert loader.consumed_samples == 36
@@ -144,7 +144,7 @@ def test_a_share_of_another_rank_that_cannot_be_read_is_zeros(make_dataset: Make
     data = GPTDataset(make_dataset([100]), 10, shuffle=False, vocab_size=50)
     with BatchLoader(data, 6, 0, 2, prefetch=1) as loader:
         loader.next_batch()
-        rows, failure = loader.read_share(1, 3)
+        rows, failure = loader.read_share(1)
         assert (tokens_of(rows), type(failure)) == ([[0] * 11] * 3, UserError)
 
 
@@ -175,8 +175,14 @@ def test_close_ends_the_thread_and_a_closed_loader_says_so(data: GPTDataset) -> 
         loader.next_batch()
 
 
-def test_a_batch_that_dp_does_not_divide_is_refused(data: GPTDataset) -> None:
-    with pytest.raises(
-        UserError, match="--global-batch-size 10: must be divisible by the data-parallel size 4; use 12"
-    ):
-        BatchLoader(data, 10, 0, 4)
+def test_a_batch_that_dp_does_not_divide_is_shared_by_micro_batch(data: GPTDataset) -> None:
+    """Ten samples in five micro-batches, on three ranks: one, two and two of them."""
+    loaders = [BatchLoader(data, 10, rank, 3, micro_batch_size=2) for rank in range(3)]
+    for step in range(2):
+        shares = [tokens_of(loader.next_batch()) for loader in loaders]
+        assert [len(share) for share in shares] == [2, 4, 4]
+        np.testing.assert_array_equal(sum(shares, []), [data.sample(10 * step + i) for i in range(10)])
+        rows, failure = loaders[1].read_share(0)
+        assert (tokens_of(rows), failure) == (shares[0], None)
+    for loader in loaders:
+        loader.close()

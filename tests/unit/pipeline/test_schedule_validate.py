@@ -12,10 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.core.options.parallel import SCHEDULES
+from megalite.core.options.model import ModelConfig
+from megalite.core.options.parallel import SCHEDULES, ParallelConfig
+from megalite.core.options.step import StepConfig
+from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.simulate import MODES, DeadlockError, simulate
 from megalite.core.parts.schedules.validate import InvalidScheduleError, validate
 from megalite.core.pipeline.schedule import Costs, Op, build_schedule, lower
+from tests.rows import always_run
 
 
 @st.composite
@@ -29,6 +33,30 @@ def configurations(draw, max_pp=8, max_vp=4, max_m=12):
         m = max(m, pp)
         group = draw(st.sampled_from([g for g in range(pp, m + 1) if m % g == 0 or m % g >= pp]))
     return name, pp, vp, m, group
+
+
+@pytest.mark.parametrize("sizes", always_run([(2, 6), (2, 16), (3, 16), (4, 16), (8, 16)], (2, 6)), ids=str)
+def test_every_share_of_a_batch_can_run(sizes):
+    """On any number of replicas up to that of the micro-batches, every schedule runs what the largest share needs."""
+    pp, most = sizes
+    proved = {}
+    for name, schedule in SCHEDULES.items():
+        vp = schedule.vp or (2 if schedule.grouped else 1)
+        model, parallel = ModelConfig(num_layers=16), ParallelConfig(pp=pp, vp=vp, schedule=name)
+        counts = set()
+        for microbatches in range(1, most + 1):
+            cfg = StepConfig(model, parallel, TrainConfig(global_batch_size=2 * microbatches, micro_batch_size=2))
+            for dp in range(1, microbatches + 1):
+                passes, largest = cfg.num_microbatches(dp), -(-microbatches // dp)
+                assert largest <= passes < largest + (pp if schedule.grouped and microbatches % dp else 1)
+                # Equal shares that interleaved cannot run are refused, as without replicas.
+                if not schedule.grouped or microbatches % dp:
+                    counts.add(passes)
+        for passes in counts:
+            validate(build_schedule(name, pp, vp, passes))
+        proved[name] = len(counts)
+    # Interleaved runs multiples of pp, here for the uneven shares of at most two replicas.
+    assert proved == {name: -(-(most // 2) // pp) if name == "interleaved" else most for name in SCHEDULES}
 
 
 costs_or_zero = st.one_of(st.just(0.0), st.floats(0.01, 10.0))

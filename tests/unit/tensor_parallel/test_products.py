@@ -129,9 +129,9 @@ def test_bytes_of_codes_are_planned(recipe: str) -> None:
     engine = jobs.start(0, cfg, 1)
     batch = np.zeros((cfg.train.global_batch_size, model.seq_len + 1), np.int64)
     (stage,) = engine.stages.values()
-    engine.executor.run(
-        engine.eval_program, to_microbatches(to_rows(batch, engine), 1, engine.ctx.device, engine.ctx.axis("cp")), 0, 0
-    )
+    rows = to_rows(batch, engine, len(batch))
+    microbatches = to_microbatches(rows, 1, engine.ctx.device, engine.ctx.axis("cp"))
+    engine.executor.run(engine.eval_program, microbatches, 0, 0)
     held = [tensor for p in stage.parameters() for codes in (p.codes or ()) for tensor in codes[:2]]
     assert sum(tensor.nbytes for tensor in held) == code_bytes(cfg, 1, [range(4)], [0], 1)[0] > 0
 

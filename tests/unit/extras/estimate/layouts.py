@@ -50,6 +50,10 @@ MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "eager": (8, 4, {"tp": 2, "pp": 4, "schedule": "1f1b-eager"}, {}),
     "pp3": (6, 6, {"pp": 3, "schedule": "zb-h1"}, {}),
     "pp4-vp3": (4, 12, {"pp": 4, "vp": 3}, {}),
+    # Replicas with two, three and three micro-batches.
+    "uneven-zero3": (3, 4, WHOLE_3, {}),
+    "uneven-zb-h1": (6, 4, {"pp": 2, "schedule": "zb-h1", "zero": 2}, {}),
+    "uneven-vp2": (6, 4, {"pp": 2, "vp": 2, "schedule": "interleaved"}, {}),
 }
 LARGE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "64-interleaved": (64, 16, {"tp": 4, "pp": 4, "vp": 2}, {"global_batch_size": 16}),
@@ -75,6 +79,7 @@ SPARSE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]
     "mtp-zero3": (8, 4, {**CUT, **WHOLE_3}, {}, {"mtp_num_layers": 2}),
 }
 SPARSE_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "uneven-ep3": (6, 4, {"pp": 2, "ep": 3}, {}, {**EXPERTS, "num_experts": 6, "moe_topk": 3}),
     "ep4-whole-zero3": (8, 4, {"tp": 2, "ep": 4, "etp": "1", **WHOLE_3}, {"recompute": "full"}, EXPERTS),
     "mtp-cp2-zb-v": (8, 4, {**CUT, "cp": 2, "vp": 2, "schedule": "zb-v"}, {}, {"mtp_num_layers": 1}),
     "ep2-cp2-zero2": (8, 4, {"tp": 2, "cp": 2, "ep": 2, "zero": 2}, {}, EXPERTS),

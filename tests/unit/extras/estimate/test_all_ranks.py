@@ -20,9 +20,10 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.optim.gather_chain import GatherChain
 from megalite.core.options.parallel import ParallelConfig
 from megalite.core.parts.ffn.experts.routing import Router
+from megalite.core.rows import Rows
 from megalite.core.step import eval_step
 from megalite.extras.estimate.match import find_faults
-from megalite.extras.estimate.rank import plausible_status, run_step
+from megalite.extras.estimate.rank import plausible_status, run_step, zeros
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.memory.states import _largest_bucket
 from megalite.runtime.options.run import Config
@@ -31,25 +32,25 @@ from tests.rows import always_run
 from tests.unit.extras.estimate.layouts import ALL, SHARED_MORE, SPARSE_MORE, in_turn
 
 
-def run_rank(cfg: Config, grid: Grid, rank: int) -> list[Communication]:
-    """What a rank posts in a step and an evaluation."""
+def run_rank(cfg: Config, grid: Grid, rank: int, evaluates: bool = True) -> list[Communication]:
+    """What a rank posts in a step and, unless it is left out, an evaluation."""
     with recorded_world(rank, grid) as log, pytest.MonkeyPatch.context() as patch:
         if cfg.model.num_experts:
             patch.setattr(Router, "forward", in_turn)
         engine = build_engine(cfg, ParallelContext.create(grid, torch.device("cpu")))
         run_step(engine, log)
-        with plausible_status(cfg):
-            batch = torch.zeros(cfg.train.global_batch_size // engine.ctx.dp.size, cfg.model.seq_len + 1)
-            eval_step(engine, batch.long())
+        if evaluates:
+            with plausible_status(cfg):
+                eval_step(engine, zeros(engine))
         return [event for event in log if isinstance(event, Communication)]
 
 
-def run_all(name: str) -> list[list[Communication]]:
+def run_all(name: str, evaluates: bool = True) -> list[list[Communication]]:
     """What all ranks of a layout post."""
     make, world, layers, parallel, train = ALL[name]
     cfg = jobs.make_config(make(layers), parallel, **{"micro_batch_size": 1, **train})
     grid = Grid.from_config(cfg.parallel, world)
-    return [run_rank(cfg, grid, rank) for rank in range(world)]
+    return [run_rank(cfg, grid, rank, evaluates) for rank in range(world)]
 
 
 # Of each sort of messages one layout: pipelines, ZeRO stages, cp, experts, further tokens, codecs.
@@ -61,6 +62,12 @@ def test_all_ranks_fit_together(name: str) -> None:
     logs = run_all(name)
     assert find_faults(logs) == []
     assert all(logs)
+
+
+@pytest.mark.parametrize("name", ["uneven-zero3-llama", "uneven-ep3"])
+def test_ranks_that_leave_passes_without_samples_out_hang(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(Rows, "filled", lambda self, samples: self)
+    assert find_faults(run_all(name, evaluates=False))
 
 
 def test_buckets_grow_with_the_ranks_that_reduce_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_terms_add_up_and_sweeps_scale(capsys: pytest.CaptureFixture[str], tmp_p
         (f"{BIG} --cluster h100:many", "'many' is not a number"),
         (f"{BIG} --cluster h100:7,domain=x", "'x' is not a number"),
         (
-            "--preset llama-3-8b --cluster h100:7 --pp 1 --global-batch-size 8",
+            "--preset llama-3-8b --cluster h100:7 --pp 1 --global-batch-size 6",
             "no tp, cp, pp and micro-batch",
         ),
         (f"sweep {BIG} --cluster h100:8 --gpus 8", "must be FROM..TO"),
@@ -251,9 +251,17 @@ def test_sharding_over_dp_counts_as_simpler_than_a_pipeline() -> None:
 
 def test_a_batch_that_divides_badly_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--preset llama-3-8b --seq-len 4096 --cluster h100:64 --micro-batch-size 1 --recompute none"
-    text = _printed(capsys, f"{flags} --global-batch-size 500")
-    assert re.search(r"# note: 500 samples divide badly over 64 GPUs: with 512, \d+% more tokens/s", text)
-    assert "divide badly" not in _printed(capsys, f"{flags} --global-batch-size 512")
+    text = _printed(capsys, f"{flags} --global-batch-size 260")
+    assert re.search(r"# note: 260 samples divide badly over 64 GPUs: with 256, \d+% more tokens/s", text)
+    assert "divide badly" not in _printed(capsys, f"{flags} --global-batch-size 256")
+
+
+def test_a_batch_that_no_number_of_replicas_divides_is_shared_unevenly() -> None:
+    """Eight samples on seven GPUs: two passes, where one replica of a pipeline of seven would have eight."""
+    cfg = cli.parse(["--preset", "llama-3.2-1b", "--global-batch-size", "8", "--precision", "bf16"]).config
+    best = pick(search(cfg, Cluster.parse("h100:7"), {"micro_batch_size"}))
+    assert best is not None
+    assert (best.grid["dp"], best.cfg.num_microbatches(7)) == (7, 2)
 
 
 def test_a_pipeline_layout_by_hand_is_in_both_forms_of_the_pick(capsys: pytest.CaptureFixture[str]) -> None:
