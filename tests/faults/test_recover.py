@@ -354,14 +354,14 @@ def test_a_rank_that_dies_at_every_attempt(zygote: Zygote, tmp_path: Path) -> No
     [
         ({"rank": 1, "kind": "fail", "place": "step", "at": 3}, 1, "ValueError: injected"),
         ({"rank": 1, "kind": "", "place": "nan", "at": "always"}, 1, "3 steps in a row"),
-        (None, 2, "must be divisible by"),
+        (None, 2, "must give each of 2 data-parallel ranks a micro-batch"),
     ],
 )
 def test_what_repetition_does_not_cure(
     zygote: Zygote, tmp_path: Path, fault: dict[str, Any] | None, code: int, words: str
 ) -> None:
     """An exception, a diverged loss and a mistake end the run as they do without guards."""
-    flags = [*RECOVER, *([] if fault else ["--global-batch-size", "9"])]
+    flags = [*RECOVER, *([] if fault else ["--global-batch-size", "1"])]
     job = begin(zygote, tmp_path, 2, flags, *([fault] if fault else []))
     left = job.end(within=60)
     assert codes(left) == [code, code], left
