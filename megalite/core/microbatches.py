@@ -66,10 +66,14 @@ def to_rows(batch: Batch, engine: Engine[StepConfig], samples: int) -> Rows:
     Raises:
         UserError: they are of another shape, not whole numbers, negative as inputs, or have a wrong weight.
     """
+    share = len(share_of_rank(engine, samples))
     if isinstance(batch, Rows):
+        if len(batch) != share:
+            rule = f"must have the {share} samples of this rank's share of {samples}"
+            raise UserError(f"a batch of {len(batch)} rows", rule, "give that many")
         return batch.check_inputs("the batch")
     tokens = np.asarray(batch.cpu() if isinstance(batch, torch.Tensor) else batch)
-    shape = [len(share_of_rank(engine, samples)), engine.cfg.model.seq_len + 1]
+    shape = [share, engine.cfg.model.seq_len + 1]
     if [*tokens.shape] != shape or tokens.dtype.kind not in "iu":
         rule = f"must be token ids [global_batch_size / dp, seq_len + 1] = {shape}"
         raise UserError(f"a batch of {tokens.dtype} {list(tokens.shape)}", rule, "reshape the batch to that")

@@ -106,6 +106,13 @@ def test_every_size_must_be_shared_out_and_run() -> None:
         with_options(cfg, {"record_schedule": "2:5"})
 
 
+def test_the_passes_of_the_largest_batch_are_not_the_most() -> None:
+    """Where shares are uneven, interleaved makes them a multiple of pp."""
+    cfg = config("--batch-size-schedule|0:5 2:6|--global-batch-size|6|--pp|2|--vp|2|--num-layers|4")
+    assert cfg.microbatch_counts(2) == [3, 4]
+    assert (cfg.passes(5, 2), cfg.num_microbatches(2)) == (4, 3)
+
+
 def test_dry_run_shows_the_ramp() -> None:
     cfg = config("--batch-size-schedule|0:4 2:8|--vocab-size|96|--preset|tiny")
     page = dry_run_report(cfg, Grid.of(2))

@@ -136,7 +136,8 @@ class StepConfig:
         Raises:
             UserError: some batch cannot be shared out.
         """
-        return self.microbatch_counts(dp)[-1]
+        self.microbatch_counts(dp)
+        return self.passes(self.train.global_batch_size, dp)
 
     def microbatch_counts(self, dp: int) -> list[int]:
         """List the numbers of micro-batches per step and dp rank that occur in a run, in rising order.

@@ -139,7 +139,7 @@ conversations are prepared and marked before training -> run megalite preprocess
     test-data-path *data-args-path per-dataset-sequences-path
 an evaluation reads --eval-steps batches of the size of training from --valid-data or --split -> use these
     full-validation multiple-validation-sets validation-set-names start-eval-at-iter eval-*-batch-size
-no batch is smaller than asked for -> give a --global-batch-size that --micro-batch-size x dp divides
+no batch is smaller than asked for -> give a --global-batch-size that --micro-batch-size divides
     decrease-batch-size-if-needed
 the length of a run is counted in steps -> divide by --seq-len x --global-batch-size and \
 give --train-steps, --warmup-steps or --lr-decay-steps

@@ -16,7 +16,7 @@ from megalite.runtime.data.samples import Dataset, GPTDataset, MockDataset, spli
 from megalite.runtime.data.shuffle import VERSION_OF_DATA
 from megalite.runtime.data.sidecar import chat_template_of, read_sidecar
 from megalite.runtime.data.stand_in import bring_prefix
-from megalite.runtime.data.stream.catalogue import is_text_path
+from megalite.runtime.data.stream.catalogue import is_text_path, split_of
 from megalite.runtime.data.stream.opening import TextOptions
 from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.runtime.data.tokens import IndexedDataset, token_dtype
@@ -47,6 +47,7 @@ __all__ = [
     "prefixes_of",
     "read_sidecar",
     "split_documents",
+    "split_of",
     "texts_of",
     "token_dtype",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -103,6 +104,11 @@ class Tokenizer(ABC):
     vocab_size: int
     eos_id: int | None
     bos_id: int | None
+
+    @property
+    def identity(self) -> str:
+        """All that the ids of a document depend on, but for the library: the file, the end of text, how text is cut."""
+        return f"{self.sha256} {self.eos_id}"
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -328,6 +334,11 @@ class TiktokenTokenizer(Tokenizer):
         build = partial(tiktoken.Encoding, str(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
         self._model = _call(self.path, build, f"is not what {extra_path} describes")
         self.vocab_size = self._model.n_vocab
+        self._description = hashlib.sha256(json.dumps([pattern, specials]).encode()).hexdigest()
+
+    @property
+    def identity(self) -> str:
+        return f"{super().identity} {self._description}"
 
     def encode(self, text: str) -> list[int]:
         return _call(self.path, lambda: self._model.encode_ordinary(text), "cannot encode a text")

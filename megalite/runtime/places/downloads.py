@@ -55,8 +55,12 @@ def flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Own a lock file among the processes and threads of a host."""
+def locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Own a lock file among the processes and threads of a host; where another has it and one is not to wait: False."""
     with path.open("a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

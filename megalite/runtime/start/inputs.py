@@ -6,6 +6,7 @@ import dataclasses
 
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.rendezvous import local_world_size
+from megalite.core.options.names import dashed
 from megalite.runtime.base.child import num_cores
 from megalite.runtime.data import (
     Dataset,
@@ -23,6 +24,7 @@ from megalite.runtime.data import (
     load_tokenizer,
     prefixes_of,
     read_sidecar,
+    split_of,
     texts_of,
 )
 from megalite.runtime.options.run import Config
@@ -78,8 +80,18 @@ def data_prefixes(cfg: Config) -> list[str]:
     return prefixes_of(cfg.local_data.data)
 
 
+_OF_TEXT = {"data": ("key", "skip_bad", "data_lanes", "shuffle_tokens"), "run": ("data_workers",)}
+
+
 def check_tokenizer_given(cfg: Config) -> None:
-    """Refuse text without a tokenizer."""
+    """Refuse text without a tokenizer, and options of text without text."""
+    if not texts_of(cfg.local_data.data) + texts_of(cfg.local_data.valid_data):
+        for section, names in _OF_TEXT.items():
+            options = getattr(cfg, section)
+            for name in names:
+                if (value := getattr(options, name)) != getattr(type(options), name):
+                    given = f"--{dashed(name)} {value}" if value is not True else f"--{dashed(name)}"
+                    raise UserError(given, "is of text as data, and there is none", "drop it, or give --data FOLDER")
     if cfg.data.tokenizer is None and (words := texts_of(cfg.local_data.data) + texts_of(cfg.local_data.valid_data)):
         rule = "is text, which is tokenized while training reads it, and there is no tokenizer"
         remedy = "give --tokenizer (megalite tokenizer trains one), or make token files with megalite preprocess"
@@ -91,7 +103,7 @@ def bring_data(cfg: Config) -> None:
     d, cache = cfg.data, cfg.run.cache_dir
     for word in (*d.data, *d.valid_data):
         if is_text_path(word):
-            bring_tree(word, cache)
+            bring_tree(split_of(word)[0], cache)
         else:
             bring_prefix(word, cache, int(cfg.run.cache_gb * 1e9), cfg.run.read_patience)
     if d.tokenizer is not None:

@@ -18,7 +18,7 @@ def _share(extent: Extent) -> Callable[[str], Recomputation | None]:
     def of(argument: str) -> Recomputation | None:
         """Read the share of the blocks; they are spread over the model, and so over the stages of a pipeline."""
         try:
-            share = Fraction(argument)
+            share = Fraction(argument[:20])
         except (ValueError, ZeroDivisionError):
             return None
         if not 0 < share < 1:

@@ -50,7 +50,7 @@ class Request:
         """Return the request of a run.
 
         Raises:
-            UserError: a batch size is not divisible by dp times the micro-batch size.
+            UserError: a batch size cannot be shared out.
         """
         *fewer, m = cfg.microbatch_counts(dp)
         recomputes = MODES[cfg.train.recompute].most is Extent.BLOCK

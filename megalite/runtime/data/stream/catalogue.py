@@ -44,13 +44,13 @@ Stamp = tuple[int, int]
 
 def is_text_path(word: str) -> bool:
     """Whether a word of `--data` names text: a folder, or a file with the suffix of one, and no prefix of that name."""
-    name = _split_of(word)[0]
+    name = split_of(word)[0]
     path = Path(name)
     named = path.is_dir() or name.endswith("/") or kind_of(path) in (*LINES, ROWS)
     return named and not Path(f"{path}.idx").exists()
 
 
-def _split_of(word: str) -> tuple[str, str]:
+def split_of(word: str) -> tuple[str, str]:
     """Return (path, split) of PATH or PATH:SPLIT."""
     path, colon, split = word.rpartition(":")
     return (path, split) if colon and split and "/" not in split and not Path(word).exists() else (word, "train")
@@ -119,7 +119,7 @@ class Catalogue:
     """
 
     def __init__(self, word: str, key: str) -> None:
-        self.name, (path, split) = word, _split_of(word)
+        self.name, (path, split) = word, split_of(word)
         self.files = _files(Path(path), split, key)
         sizes = [f.stamp[0] for f in self.files]
         groups = {i: _row_groups(f, key) for i, f in enumerate(self.files) if f.kind == "rows"}

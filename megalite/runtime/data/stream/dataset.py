@@ -84,7 +84,16 @@ class StreamDataset:
         self.document_mask = self.has_documents = document_mask
         lanes = [
             [
-                Lane(shape, number, lane, source.num_pieces, partial(self._sizes, source), source.ahead, source.name)
+                Lane(
+                    shape,
+                    number,
+                    lane,
+                    source.num_pieces,
+                    partial(self._sizes, source),
+                    source.ahead,
+                    source.name,
+                    self.split != Split(),
+                )
                 for lane in range(shape.lanes)
             ]
             for number, source in enumerate(self.sources)

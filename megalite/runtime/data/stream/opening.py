@@ -118,7 +118,7 @@ class Streams:
     def _text(self, word: str) -> Source:
         o = self._options
         folder = str(Path(o.cache_dir).expanduser())
-        recipe = Recipe(o.key, o.tokenizer.sha256, o.tokenizer.kind, o.skip_bad, folder, o.cache_bytes)
+        recipe = Recipe(o.key, o.tokenizer.identity, o.tokenizer.kind, o.skip_bad, folder, o.cache_bytes)
         return TextSource(Catalogue(word, o.key), recipe, self.workers)
 
     def _prefix(self, prefix: str) -> Source:

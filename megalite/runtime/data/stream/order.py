@@ -123,6 +123,7 @@ class Lane:
         sizes: the documents of a piece.
         ahead: called with each piece that is read soon.
         name: the source, for errors.
+        split: whether a part of its documents is used.
 
     Raises:
         UserError: a whole epoch has no token.
@@ -137,8 +138,9 @@ class Lane:
         sizes: Sizes,
         ahead: Ahead = _nothing,
         name: str = "",
+        split: bool = False,
     ) -> None:
-        self.shape, self.source, self.lane, self.name = shape, source, lane, name
+        self.shape, self.source, self.lane, self.name, self._split = shape, source, lane, name, split
         self._num_pieces, self._sizes, self._ahead = num_pieces, sizes, ahead
         self.num_own = (num_pieces - lane + shape.lanes - 1) // shape.lanes
         self._starts = {0: Start()}
@@ -164,6 +166,10 @@ class Lane:
     def known(self, window: int) -> Start | None:
         """Return where a window starts, None if nobody has been there."""
         return self._starts.get(window)
+
+    def last_known(self, window: int) -> tuple[int, Start]:
+        """Return the last window up to this one of which the start is known, and that."""
+        return max((n, start) for n, start in list(self._starts.items()) if n <= window)
 
     def sample(self, nth: int) -> list[Span]:
         """Return the seq_len + 1 tokens of the lane's n-th sample."""
@@ -197,7 +203,8 @@ class Lane:
         with self._lock:
             if number not in self._windows:
                 # Those between are walked through, one after the other.
-                for between in range(max(n for n in self._starts if n <= number), number):
+                first = number if number in self._starts else self.last_known(number)[0]
+                for between in range(first, number):
                     if between + 1 not in self._starts:
                         self._read(between)
                 window = self._read(number)
@@ -248,6 +255,9 @@ class Lane:
 
     def _refuse_empty(self) -> None:
         given = f"lane {self.lane} of {self.shape.lanes} of {self.name}"
+        if self._split:
+            rule = f"none of its {self.num_own} pieces has a token in this part of --split"
+            raise UserError(given, rule, "give --valid-data, or a larger part of --split")
         remedy = f"give fewer --data-lanes than {self.shape.lanes}, or check --key" if self.shape.lanes > 1 else ""
         raise UserError(
             given, f"none of its {self.num_own} pieces holds a token", remedy or "check the files and --key"
@@ -294,7 +304,8 @@ class StreamOrder:
 
         Args:
             position: samples consumed.
-            elsewhere: starts that others know; what nobody does is found by walking there. None: leave that out.
+            elsewhere: starts that others know; what nobody does is found by walking there. None: earlier ones that
+                are known then.
         """
         turn = position // self.shape.lanes
         taken = self._rule.taken_before(turn).tolist()
@@ -306,8 +317,9 @@ class StreamOrder:
             start = lane.known(window) or others.get((source, number, window))
             if start is None and elsewhere is not None:
                 start = lane.start_of(window)
-            if start is not None:
-                rows.append([source, number, window, *start])
+            if start is None:
+                window, start = lane.last_known(window)
+            rows.append([source, number, window, *start])
         return {"blend": {"position": turn, "taken": taken}, "windows": rows}
 
     def resume(self, state: Mapping[str, Any]) -> None:

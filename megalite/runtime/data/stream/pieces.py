@@ -57,14 +57,14 @@ class Recipe:
 
     Attributes:
         key: JSON key or parquet column of the text.
-        tokenizer_sha256, tokenizer_kind: which tokenizer.
+        tokenizer, tokenizer_kind: its `identity` and `kind`.
         skip_bad: skip records that are not text.
         cache_dir: where the files go.
         limit: most bytes of them; the oldest are deleted.
     """
 
     key: str
-    tokenizer_sha256: str
+    tokenizer: str
     tokenizer_kind: str
     skip_bad: bool
     cache_dir: str
@@ -72,7 +72,7 @@ class Recipe:
 
     def path(self, piece: Piece, part: int) -> Path:
         """Return where the tokens of a part of a piece are, or are to be."""
-        inputs = [VERSION, self.key, self.tokenizer_sha256, _version_of(self.tokenizer_kind), part]
+        inputs = [VERSION, self.key, self.tokenizer, _version_of(self.tokenizer_kind), part]
         sources = [(os.path.realpath(f.path), *f.stamp) for f in piece.files]
         text = json.dumps([inputs, sources, piece.kind, piece.name])
         name = hashlib.sha256(text.encode()).hexdigest()[:40]
@@ -142,22 +142,27 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     return json.loads(header), size - _TAIL.size - length
 
 
-def make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int) -> int:
+def make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int, wait: bool = True) -> int | None:
     """Tokenize a part of a piece, and parts after it that cost little more, unless somebody has done so.
 
     Returns:
-        The number of tokens made.
+        The number of tokens made; None where another process makes them and this one is not to `wait`.
 
     Raises:
-        UserError: a record is not text, or a file was changed, is damaged or cannot be read.
+        UserError: a record is not text, or a file or the tokenizer was changed, is damaged or cannot be read.
     """
+    if tokenizer.identity != recipe.tokenizer:
+        rule = "was changed after the run had started"
+        raise UserError(f"tokenizer {tokenizer.path}", rule, "leave the files of a running job alone")
     path = recipe.path(piece, part)
     for attempt in range(_ATTEMPTS):
         try:
-            # Processes that want the same piece wait here: of a compressed file, any of its parts.
+            # Processes that want the same piece meet here: of a compressed file, any of its parts.
             lock = recipe.path(piece, 0)
             lock.parent.mkdir(parents=True, exist_ok=True)
-            with locked(lock.with_name(f".lock_{lock.name[:2]}")):
+            with locked(lock.with_name(f".lock_{lock.name[:2]}"), wait) as owned:
+                if not owned:
+                    return None
                 return 0 if is_whole(path) else _make(recipe, tokenizer, piece, part)
         except OSError as e:
             if attempt == _ATTEMPTS - 1 or isinstance(e, _LASTING):

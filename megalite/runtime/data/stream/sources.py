@@ -131,7 +131,7 @@ class TextSource(Source):
 
     def _of_recipe(self) -> str:
         # Not `skip_bad`: a run that ended at a bad record may go on without it.
-        return f"{self.recipe.key!r} {self.recipe.tokenizer_sha256}"
+        return f"{self.recipe.key!r} {self.recipe.tokenizer}"
 
     def _tokens(self, piece: int, part: int) -> Tokens:
         with self._lock:

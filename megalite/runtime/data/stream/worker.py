@@ -12,8 +12,8 @@ from megalite.runtime.data.tokenizer import load_tokenizer
 
 
 def main(descriptor: int, tokenizer: str) -> None:
-    """Answer each (recipe, piece, part) with the line that says why it cannot be tokenized ("" if it can), the tokens
-    made, and the seconds that took.
+    """Answer each (recipe, piece, part, wait) with the line that says why it cannot be tokenized ("" if it can), the
+    tokens made (None: another process makes them), and the seconds that took.
     """
     pipe = Connection(descriptor)
     model = load_tokenizer(tokenizer)

@@ -23,6 +23,7 @@ from megalite.runtime.data.tokenizer import Tokenizer
 # A piece that so many workers died of ends the run.
 _ATTEMPTS = 3
 _LOG_AFTER_S, _LOOK_EVERY_S = 20.0, 1.0
+_LOOK_AGAIN_S = 0.02
 
 
 class Workers:
@@ -108,30 +109,42 @@ class Workers:
         """Give pieces to one process, one after the other."""
         process, pipe = None, None
         while (job := self._next()) is not None:
-            name, order = job
+            name, order, urgent = job
             error: Exception | None = None
+            tokens: int | None = 0
             for attempt in range(_ATTEMPTS):
-                if pipe is None:
-                    process, pipe = self._start()
                 try:
-                    pipe.send(order)
+                    if pipe is None:
+                        process, pipe = self._start()
+                    pipe.send((*order, urgent))
                     wrong, tokens, seconds = pipe.recv()
                     error = UserError.from_message(wrong) if wrong else None
-                    self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
+                    self._tokens, self._seconds = self._tokens + (tokens or 0), self._seconds + seconds
                     break
-                except (EOFError, OSError):
-                    pipe.close()
-                    code, pipe = process.wait() if process else 0, None
-                    self._processes.discard(process)  # type: ignore[arg-type]
+                except (EOFError, OSError) as e:
                     if self._closed:
                         return
-                    logger.warning(f"a tokenizing worker ended with {code}: its piece is made again")
-                    rule = f"{attempt + 1} workers ended with {code} while they tokenized it"
-                    remedy = "check the memory of the host, give fewer --data-workers, or look at the file"
+                    if pipe is None:
+                        rule = f"no process can be started that tokenizes it ({e})"
+                        remedy = "look at the processes, open files and memory of the host, or give --data-workers 0"
+                        time.sleep(2**attempt)
+                    else:
+                        pipe.close()
+                        code, pipe = process.wait() if process else 0, None
+                        self._processes.discard(process)  # type: ignore[arg-type]
+                        if self._closed:
+                            return
+                        logger.warning(f"a tokenizing worker ended with {code}: its piece is made again")
+                        rule = f"{attempt + 1} workers ended with {code} while they tokenized it"
+                        remedy = "check the memory of the host, give fewer --data-workers, or look at the file"
                     error = UserError(order[1].files[0].path, rule, remedy)
                 except Exception as e:  # whoever waits must hear of it
                     error = e
                     break
+            if tokens is None and not error:
+                # Another rank's worker makes it: the next ones meanwhile.
+                self._put_back(name, order)
+                continue
             with self._changed:
                 future = self._pending.pop(name, None)
             if future is not None and not future.done():
@@ -140,13 +153,18 @@ class Workers:
             pipe.close()
             process.wait()
 
-    def _next(self) -> tuple[str, tuple[Recipe, Piece, int]] | None:
+    def _put_back(self, name: str, order: tuple[Recipe, Piece, int]) -> None:
+        with self._changed:
+            heapq.heappush(self._queue, (True, next(self._count), name, order))
+        time.sleep(_LOOK_AGAIN_S)
+
+    def _next(self) -> tuple[str, tuple[Recipe, Piece, int], bool] | None:
         with self._changed:
             while True:
                 while self._queue:
-                    _, _, name, order = heapq.heappop(self._queue)
+                    later, _, name, order = heapq.heappop(self._queue)
                     if name in self._pending:
-                        return name, order
+                        return name, order, not later
                 if self._closed:
                     return None
                 self._idle += 1

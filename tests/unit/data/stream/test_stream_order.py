@@ -105,6 +105,17 @@ def test_a_resume_reads_as_many_pieces_at_the_end_as_at_the_beginning() -> None:
     assert read[1] < 2 * read[0]
 
 
+def test_a_copy_holds_the_last_starts_that_a_rank_knows() -> None:
+    """Its own lanes may have crossed windows that it did not read: it goes on from the last it knows, not from 0."""
+    made = World(3, 4, 2, 5), make_sources(random.Random(5), [40]), [1.0]
+    reader = Reader(*made)
+    for position in range(0, 400, 3):
+        reader.sample(position)
+    windows = {row[1]: row[2] for row in reader.order.state(400)["windows"]}
+    assert windows.keys() == set(range(4))
+    assert min(windows.values()) > 40
+
+
 @pytest.mark.parametrize(("lanes", "window"), [(1, 1), (12, 1), (4, 6)])
 def test_a_save_behind_a_reader_that_is_batches_ahead_reads_nothing(
     lanes: int, window: int, monkeypatch: pytest.MonkeyPatch

@@ -33,4 +33,8 @@ def test_a_folder_of_a_store_is_the_data_of_the_same_folder_on_a_disk(s3: S3, tm
         found.append(([ids_of(datasets.train, p).tolist() for p in range(100)], datasets.content_hashes()))
         datasets.close()
     assert found[0] == found[1]
+    other = [*MODEL, "--data", f"{url}/:test", "--cache-dir", str(tmp_path / "other")]
+    datasets = open_data(*resolve_vocabulary(cli.parse(other).config))
+    assert datasets.train.content_hash() != found[0][1]["data_hash"]
+    datasets.close()
     assert sorted(p.name for p in (tmp_path / "cache").rglob("[!.]*.jsonl")) == ["a.jsonl", "b.jsonl", "test.jsonl"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
+import os
 import random
 import re
+import resource
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +24,23 @@ from megalite.runtime.data.stream import catalogue
 from megalite.runtime.data.stream import workers as workers_module
 from megalite.runtime.data.stream.catalogue import Catalogue, split_by_name
 from megalite.runtime.data.stream.dataset import StreamDataset
+from megalite.runtime.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from megalite.runtime.places.downloads import locked
 from tests.unit.data.plain import ids_of
 from tests.unit.data.stream.reference import Pieces, World, samples
 from tests.unit.data.stream.texts import document, ids, json_lines, opened, pieces_of_lines, write_packed, write_parquet
+
+
+def of_letters(folder: Path, letters: str, eos: str) -> Tokenizer:
+    """A tokenizer.json with an id for each letter, `</s>` 2 and `<pad>` 3."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder.mkdir(exist_ok=True)
+    vocabulary = {letter: number for number, letter in enumerate((*letters, "</s>", "<pad>"))}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    model.add_special_tokens(["</s>", "<pad>"])
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    return load_tokenizer(str(folder))
 
 
 @pytest.fixture
@@ -144,6 +162,96 @@ def test_a_killed_worker_is_replaced_and_its_piece_made_again(small: None, tmp_p
                     process.kill()
         assert got == want
         assert workers.started >= 2
+
+
+def test_an_end_of_text_that_was_corrected_finds_nothing_of_the_wrong_one(small: None, tmp_path: Path) -> None:
+    """tokenizer.json is the same, so its hash is; how a tiktoken file is split is in a file beside it too."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_bytes(json_lines(["aba"] * 50))
+    hashes = []
+    for eos in ("</s>", "<pad>"):
+        tokenizer = of_letters(tmp_path / "hf", "ab", eos)
+        with opened([tmp_path / "text"], tmp_path / "cache", tokenizer=tokenizer, vocab_size=4) as data:
+            assert data.sample(0).tolist().count(tokenizer.eos_id) == 4  # type: ignore[union-attr]
+            hashes.append(data.content_hash())
+    assert hashes[0] != hashes[1]
+    ranks = b"".join(base64.b64encode(bytes([i])) + f" {i}\n".encode() for i in range(256))
+    (tmp_path / "own").write_bytes(ranks)
+    described = []
+    for pattern in (r"\S+|\s+", r"[\s\S]"):
+        entries = {"pattern": pattern, "special_tokens": {"<e>": 256}, "eos": "<e>"}
+        (tmp_path / "own.json").write_text(json.dumps(entries))
+        described.append(load_tokenizer(str(tmp_path / "own")))
+    assert described[0].sha256 == described[1].sha256
+    assert described[0].identity != described[1].identity
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_tokenizer_that_was_replaced_since_the_start_is_not_used(small: None, tmp_path: Path, workers: int) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_bytes(json_lines(["aba"] * 50))
+    first = of_letters(tmp_path / "hf", "ab", "</s>")
+    options: dict[str, Any] = {"tokenizer": first, "vocab_size": 4, "workers": workers}
+    with opened([tmp_path / "text"], tmp_path / "cache", **options) as data:
+        of_letters(tmp_path / "hf", "ba", "</s>")
+        if workers:  # which read the file when the first piece is asked for
+            with pytest.raises(UserError, match="tokenizer .* was changed after the run had started"):
+                data.sample(0)
+        else:
+            assert data.sample(0).tolist()[:3] == first.encode("aba")  # type: ignore[union-attr]
+
+
+def test_a_worker_that_cannot_be_started_ends_the_run(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here of open files; all threads live on."""
+    write_folder(tmp_path / "text")
+    monkeypatch.setattr(workers_module.time, "sleep", lambda seconds: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with opened([tmp_path / "text"], tmp_path / "cache", workers=1) as data:
+        highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+        held = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.open("/dev/null", os.O_RDONLY))
+            with pytest.raises(UserError, match="no process can be started that tokenizes it .*Too many open files"):
+                data.sample(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in held:
+                os.close(descriptor)
+        assert data.sample(0) is not None
+
+
+def test_workers_of_several_ranks_make_different_pieces(small: None, tmp_path: Path) -> None:
+    """They are asked for the same ones in the same order; who finds the first under way takes the next."""
+    pieces = len(write_folder(tmp_path / "text"))
+    with opened([tmp_path / "text"], tmp_path / "cache", lanes=1) as data:
+        source: Any = data.sources[0]
+        order, following = (source.catalogue.piece(number) for number in (0, 1))
+        path = source.recipe.path(order, 0)
+        path.parent.mkdir(parents=True)
+        workers = workers_module.Workers(1, ByteTokenizer())
+        with locked(path.with_name(f".lock_{path.name[:2]}")):
+            waiting = workers.order(source.recipe, order, 0)
+            workers.order(source.recipe, following, 0).result(60)
+            assert not waiting.done()
+        waiting.result(60)
+        assert path.exists()
+        workers.close()
+    assert pieces > 2
+
+
+def test_a_part_of_a_split_without_a_document_is_named(small: None, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_bytes(json_lines(["abc"] * 12))
+    with (
+        opened([tmp_path / "text"], tmp_path / "cache", part=1, split="9999,1", shuffle=False) as data,
+        pytest.raises(UserError, match="has a token in this part of --split; give --valid-data"),
+    ):
+        data.sample(0)
 
 
 def test_a_damaged_piece_is_made_again_and_never_used(small: None, tmp_path: Path, caplog: Any) -> None:

@@ -66,7 +66,8 @@ def opened(words: Sequence[str | float | Path], cache: Path, **options: Any) -> 
     settings = {"key": "text", "skip_bad": False, "lanes": None, "shuffle_tokens": None, "workers": 0}
     settings |= {"cache_bytes": 10**9}
     numbers |= {name: options.pop(name) for name in list(options) if name in numbers}
-    text: Any = TextOptions(tokenizer=ByteTokenizer(), cache_dir=str(cache), **{**settings, **options})
+    tokenizer = options.pop("tokenizer", None) or ByteTokenizer()
+    text: Any = TextOptions(tokenizer=tokenizer, cache_dir=str(cache), **{**settings, **options})
     streams = Streams(text, IndexedDataset, **numbers)
     try:
         yield streams.open([(float(str(w)), str(p)) for w, p in pairs], split, part, shuffle)
