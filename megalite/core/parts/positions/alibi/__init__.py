@@ -38,7 +38,7 @@ class Alibi(Position):
                 "drop it",
             ),
         ):
-            require(not wrong, f"{given} with --position alibi", why, remedy)
+            require(not wrong, f"{given} with --position {m.position}", why, remedy)
 
     def tables(self, cfg: ModelConfig, layer: int) -> Any:
         from megalite.core.parts.positions.alibi.columns import OfKeys
