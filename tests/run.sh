@@ -14,6 +14,9 @@ use_environment dev
     say "megatron-core could not be installed: the tests that compare with it will be skipped"
 [ "${1:-}" = --quick ] && exec "$PYTHON" -m tests.quick
 say "running the tests"
-# Many tests wait (for a launcher's time limits, for a rank to be noticed): four at a time fill two cores. By file, so
-# that each process keeps its own workers; in the order of their names, since those that wait longest are in faults/.
-exec "$PYTHON" -m pytest -n 4 --dist loadfile --no-loadscope-reorder $full "$@"
+# Many tests wait (for a launcher's time limits, for a rank to be noticed): four at a time fill two cores, three where
+# there is little memory, as each keeps workers of its own, up to 3.5 GB of them. By file, for those workers; in the
+# order of their names, since those that wait longest are in faults/.
+jobs=3
+[ "$(awk '/^MemAvailable/ { print int($2 / 2 ^ 20) }' /proc/meminfo 2>/dev/null || echo 0)" -ge 16 ] && jobs=4
+exec "$PYTHON" -m pytest -n "$jobs" --dist loadfile --no-loadscope-reorder $full "$@"
