@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megalite.core.options.choices import Position
-from megalite.core.sharding import ParamSpec
 
 if TYPE_CHECKING:
     from megalite.core.model.layers import Layers
     from megalite.core.options.model import ModelConfig
+    from megalite.core.sharding import ParamSpec
 
 
 class Learned(Position):
@@ -18,6 +18,8 @@ class Learned(Position):
     limited = True
 
     def specs(self, cfg: ModelConfig) -> list[ParamSpec]:
+        from megalite.core.sharding import ParamSpec  # with NumPy, which --help does without
+
         shape = (cfg.position_offset + cfg.positions, cfg.hidden_size)
         return [ParamSpec("embed_positions.weight", shape, std=cfg.init_std, partial=("sequence",))]
 
