@@ -108,20 +108,6 @@ def test_micro_batches(batch: int, micro: int, dp: int, expected: int) -> None:
     assert cfg.num_microbatches(dp) == expected
 
 
-@pytest.mark.parametrize(("batch", "dp", "fits"), [(33, 2, "use 32"), (32, 3, "use 24")])
-def test_batches_that_do_not_divide_are_refused(batch: int, dp: int, fits: str) -> None:
-    cfg = Config(train=TrainConfig(global_batch_size=batch, micro_batch_size=8))
-    with pytest.raises(UserError) as error:
-        cfg.num_microbatches(dp)
-    for word in (
-        f"--global-batch-size {batch}",
-        f"micro-batch size 8 x dp {dp} = {8 * dp}",
-        fits,
-        "--micro-batch-size",
-    ):
-        assert word in str(error.value)
-
-
 def test_more_stages_than_layers_are_refused_at_once() -> None:
     with pytest.raises(UserError, match=r"--pp 4 --vp 2: makes 8 stages of 6 layers.*lower --pp or --vp"):
         Config(model=ModelConfig(num_layers=6), parallel=ParallelConfig(pp=4, vp=2))

@@ -125,7 +125,7 @@ def test_print_only_prints_what_would_run(
         ([*SLURM, "--image", "i", "--mount", "/a", "--", "t.py"], "--mount /a: must be SRC:DST"),
         ([*SLURM, "--", "pretrain_gpt.py", "--tp", "3"], "--num-heads 4: must be divisible by --tp 3"),
         ([*SLURM, "--", "pretrain_gpt.py", "--tp", "4"], "--tp 4 --pp 1 on 2 ranks: "),
-        ([*SLURM, "--", "dir/pretrain_gpt.py", "--global-batch-size", "3"], "--global-batch-size 3: must be divis"),
+        ([*SLURM, "--", "dir/pretrain_gpt.py", "--global-batch-size", "1"], "--global-batch-size 1: must give "),
         ([*SLURM, "--", "pretrain_gpt.py", "--lear", "3"], "--lear 3: "),
         ([*SLURM, "--", "pretrain_gpt.py", "--config", "/no/such"], "--no-preflight skips this check"),
         ([*SLURM, "--", "pretrain_gpt.py", "--init-from-hf", "/no/such"], "/no/such/config.json cannot be read"),
