@@ -74,7 +74,19 @@ def test_a_share_of_the_blocks_is_spread_over_the_model(share: str, blocks: list
         assert {MODES[name].extent(i) for i in range(6)} == {extent}
 
 
-@pytest.mark.parametrize("mode", ["full:1", "full:0", "full:", "full:1/0", "selective:-1/2", "none:1/2", "fuller:1/2"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "full:1",
+        "full:0",
+        "full:",
+        "full:1/0",
+        "selective:-1/2",
+        "none:1/2",
+        "fuller:1/2",
+        "full:0.50000000000000000001",
+    ],
+)
 def test_other_arguments_are_refused(mode: str) -> None:
     with pytest.raises(UserError, match=f"--recompute {mode}: must be one of none, selective, full, or NAME:SHARE"):
         options(mode)

@@ -16,7 +16,7 @@ from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.runtime.base.untrusted import BadFile, read_json
 from megalite.runtime.base.urls import cached_at, is_url
-from megalite.runtime.places.downloads import locked
+from megalite.runtime.places.downloads import account, locked
 from megalite.runtime.places.store import PATIENCE_S, MissingObject, Store
 
 # Whole blocks of the checksums, of 32 KiB and of the older 256 KiB.
@@ -137,22 +137,8 @@ class Units:
         return data[first:last]
 
     def _account(self, added: int) -> None:
-        """Add to the bytes of all units of this host; above the limit delete the oldest, down to nine tenths of it."""
-        with locked(self._cache / ".units"):
-            total = self._cache / ".units_bytes"
-            try:
-                used = added + int(total.read_text())
-            except (FileNotFoundError, ValueError):  # none yet, or cut off by a full disk: count anew
-                used = self._limit + 1
-            if used > self._limit:
-                units = [(p.lstat(), p) for p in self._cache.glob("**/*.units/[0-9]*")]
-                used = sum(status.st_size for status, _ in units)
-                for status, path in sorted(units, key=lambda unit: unit[0].st_mtime_ns):
-                    if used <= self._limit * 0.9:
-                        break
-                    used -= status.st_size
-                    path.unlink(missing_ok=True)
-            total.write_text(str(used))
+        units = self._cache.glob("**/*.units/[0-9]*")
+        account(self._cache / ".units", self._cache / ".units_bytes", added, self._limit, units)
 
 
 def _folder_of(path: Path) -> Path:

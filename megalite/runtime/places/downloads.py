@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megalite.runtime.base.urls import cached_at, is_url
@@ -52,6 +52,32 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def account(lock: Path, total: Path, added: int, limit: int, kept: Iterable[Path]) -> None:
+    """Add to the bytes of what a host keeps in a cache; above the limit delete the oldest, down to nine tenths of it.
+
+    Args:
+        lock: lock file of the cache.
+        total: file that holds the bytes.
+        added: bytes of what was added.
+        limit: most bytes.
+        kept: all files of the cache, listed above the limit alone.
+    """
+    with locked(lock):
+        try:
+            used = added + int(total.read_text())
+        except (FileNotFoundError, ValueError):  # none yet, or cut off by a full disk: count anew
+            used = limit + 1
+        if used > limit:
+            files = [(path.lstat(), path) for path in kept]
+            used = sum(status.st_size for status, _ in files)
+            for status, path in sorted(files, key=lambda file: file[0].st_mtime_ns):
+                if used <= limit * 0.9:
+                    break
+                used -= status.st_size
+                path.unlink(missing_ok=True)
+        total.write_text(str(used))
 
 
 @contextlib.contextmanager

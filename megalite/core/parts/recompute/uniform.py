@@ -9,6 +9,9 @@ from fractions import Fraction
 
 from megalite.core.options.recompute import Extent, Recomputation
 
+_LONGEST = 20
+"""Characters of a share: an exponent could make a number of any size."""
+
 
 def _uniform(extent: Extent) -> Recomputation:
     return Recomputation(lambda block: extent, extent, _share(extent) if extent else None)
@@ -18,7 +21,7 @@ def _share(extent: Extent) -> Callable[[str], Recomputation | None]:
     def of(argument: str) -> Recomputation | None:
         """Read the share of the blocks; they are spread over the model, and so over the stages of a pipeline."""
         try:
-            share = Fraction(argument[:20])
+            share = Fraction(argument) if len(argument) <= _LONGEST else Fraction(0)
         except (ValueError, ZeroDivisionError):
             return None
         if not 0 < share < 1:

@@ -32,7 +32,7 @@ from megalite.runtime.data.encode import EncodedChunk, TextEncoder
 from megalite.runtime.data.sidecar import BlockHasher, Checksums
 from megalite.runtime.data.stream.catalogue import Piece, SourceFile, Stamp
 from megalite.runtime.data.tokenizer import Tokenizer, optional_import
-from megalite.runtime.places.downloads import locked
+from megalite.runtime.places.downloads import account, locked
 
 VERSION = 1
 """Of the content of these files: what `TextEncoder` and the readers below make of a text."""
@@ -198,7 +198,9 @@ def _make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int) -> int:
                 tokens += len(encoded.tokens)
             check_unchanged(piece)
             written = writer.finish(last())
-        _account(recipe, written)
+        folder = Path(recipe.cache_dir)
+        total, lock = (folder / name for name in _LIMITS)
+        account(lock, total, written, recipe.limit, (folder / "pieces").glob("??/[!.]*.tokens"))
     return tokens
 
 
@@ -395,23 +397,3 @@ class _Writer:
         # Not synced: what a power failure makes of it does not match its checksums, and is made again.
         os.replace(self._part, self._path)
         return self.size + len(header) + _TAIL.size
-
-
-def _account(recipe: Recipe, added: int) -> None:
-    """Add to the bytes of all pieces; above the limit delete the oldest, down to nine tenths of it."""
-    folder = Path(recipe.cache_dir)
-    total, lock = (folder / name for name in _LIMITS)
-    with locked(lock):
-        try:
-            used = added + int(total.read_text())
-        except (FileNotFoundError, ValueError):
-            used = recipe.limit + 1
-        if used > recipe.limit:
-            files = [(p.stat(), p) for p in (folder / "pieces").glob("??/[!.]*.tokens")]
-            used = sum(status.st_size for status, _ in files)
-            for status, path in sorted(files, key=lambda file: file[0].st_mtime_ns):
-                if used <= recipe.limit * 0.9:
-                    break
-                used -= status.st_size
-                path.unlink(missing_ok=True)
-        total.write_text(str(used))
