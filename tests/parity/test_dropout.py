@@ -100,7 +100,6 @@ def test_attention_feels_its_dropout() -> None:
 
 # (world, options) of the two halves of a run
 HALVES: list[list[tuple[int, list[str]]]] = [
-    [(4, []), (2, ["--micro-batch-size", "2"])],
     [(2, ["--micro-batch-size", "4"]), (4, ["--tp", "2", "--cp", "2", "--zero", "2"])],
     [(4, ["--zero", "3", "--zero-whole-below", "500"]), (1, ["--micro-batch-size", "8"])],
 ]

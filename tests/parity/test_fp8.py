@@ -47,20 +47,11 @@ GRID: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("blockwise", 2, {"tp": 2, "sequence_parallel": False}, {"recompute": "selective"}),
     ("blockwise", 4, {"tp": 2, "pp": 2}, {"fp8_keep_bf16": 1}),
     ("blockwise", 4, {"zero": 2}, {"offload": "optimizer"}),
-    ("blockwise", 8, {"tp": 2, "pp": 2}, {}),
-    ("rowwise", 4, {"tp": 4}, {}),
     ("rowwise", 2, {"zero": 0}, {"recompute": "full"}),
     ("rowwise", 4, {"tp": 2, "zero": 3, "zero_keep": "step", **CUT}, {}),
     ("rowwise", 2, {"cp": 2}, {}),
-    ("tensorwise", 4, {"tp": 2, "pp": 2, "vp": 2, "schedule": "zb-v"}, {}),
-    ("tensorwise", 4, {"pp": 4, "schedule": "zb-h1"}, {}),
-    ("tensorwise", 8, {"tp": 2, "pp": 2, "zero": 1}, {}),
-    ("mxfp8", 4, {"tp": 4}, {}),
     ("mxfp8", 4, {"zero": 3, **CUT}, {}),
     ("blockwise", 4, {"tp": 2}, {"precision": "bf16"}),
-    ("rowwise", 4, {"tp": 2, "pp": 2}, {"precision": "bf16"}),
-    ("tensorwise", 2, {"tp": 2, "sequence_parallel": False}, {"precision": "bf16"}),
-    ("mxfp8", 4, {"pp": 2}, {"precision": "bf16"}),
 ]
 ALWAYS = 4
 
@@ -333,9 +324,9 @@ def test_evaluations_and_resuming_take_codes_of_their_weights(pool: WorkerPool, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
-def test_recomputation_and_split_backward_change_not_a_bit(pool: WorkerPool, recipe: str) -> None:
+def test_recomputation_and_split_backward_change_not_a_bit(pool: WorkerPool) -> None:
     """What backward quantizes again has the same codes."""
+    recipe = "tensorwise"
     cfg = config(recipe)
     for recompute in ("selective", "full"):
         assert losses(0, config(recipe, recompute=recompute), 1) == one_process(cfg)

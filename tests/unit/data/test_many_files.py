@@ -93,9 +93,8 @@ def test_without_checksums_one_rank_reads(tmp_path: Path, reads: dict[str, int])
 
 @pytest.mark.full
 @pytest.mark.usefixtures("few_files")
-@pytest.mark.parametrize("sums", [True, False], ids=["checksums", "none"])
-def test_more_sources_than_files_may_be_open(tmp_path: Path, sums: bool) -> None:
-    opened = open_all([write(tmp_path / f"s{i:03}", 100, sums=sums) for i in range(600)], 0, 1)
+def test_more_sources_than_files_may_be_open(tmp_path: Path) -> None:
+    opened = open_all([write(tmp_path / f"s{i:03}", 100, sums=i % 2 == 0) for i in range(600)], 0, 1)
     assert isinstance(opened.train, BlendedDataset)
     names = set()
     for position in range(1200):

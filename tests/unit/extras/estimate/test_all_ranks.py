@@ -53,11 +53,13 @@ def run_all(name: str, evaluates: bool = True) -> list[list[Communication]]:
     return [run_rank(cfg, grid, rank, evaluates) for rank in range(world)]
 
 
+# GPT-2 posts what Llama does, and the sum of its tied embedding.
+ROWS = [n for n in ALL if not n.endswith("-llama") or n in ("zero3-zb-v-llama", "pp4-vp3-llama")]
 # Of each sort of messages one layout: pipelines, ZeRO stages, cp, experts, further tokens, codecs.
-ALWAYS = [n for n in ALL if n not in SHARED_MORE | SPARSE_MORE and not n.startswith("64-") and not n.endswith("-llama")]
+ALWAYS = [n for n in ROWS if n not in SHARED_MORE | SPARSE_MORE and not n.startswith("64-") and "-llama" not in n]
 
 
-@pytest.mark.parametrize("name", always_run(ALL, *ALWAYS[::4]))
+@pytest.mark.parametrize("name", always_run(ROWS, *ALWAYS[::4]))
 def test_all_ranks_fit_together(name: str) -> None:
     logs = run_all(name)
     assert find_faults(logs) == []
