@@ -19,6 +19,7 @@ RUN = [
 ]
 
 
+@pytest.mark.full
 def test_kills_in_later_epochs_and_a_second_resume_change_no_bit(zygote: Zygote, tmp_path: Path) -> None:
     """16 steps of 64 tokens, of four files with some 80 each: the kills are in the second and third epoch."""
     (tmp_path / "text").mkdir()

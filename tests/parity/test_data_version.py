@@ -66,6 +66,7 @@ def test_an_older_checkpoint_keeps_its_order(
     assert meta_of(tmp_path / "next", 9)["data_version"] == resume.VERSION_OF_DATA
 
 
+@pytest.mark.full
 def test_a_blend_resumes_in_another_layout(
     pool: WorkerPool, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

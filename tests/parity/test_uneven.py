@@ -111,7 +111,7 @@ RUN = [*runs.MODEL, "--attention-dropout", "0.1", "--eval-every", "3"]
 @pytest.mark.parametrize(
     "more",
     [
-        [],
+        pytest.param([], marks=pytest.mark.full),
         pytest.param(["--zero", "3", "--zero-whole-below", "500"], marks=pytest.mark.full),
         pytest.param(["--batch-size-schedule", "0:4 2:7 4:8"], marks=pytest.mark.full),
     ],

@@ -72,7 +72,6 @@ class TestZero(Feature):
         for zero, recompute in ((3, "full"), (3, "none"), (2, "none"))
     ]
     whole_depth = True
-    always = Feature.always | {"compiled": 1}
 
 
 # Gradients of bf16 have 8 bits, and a rounding for each of 8 samples; layouts round in another order.

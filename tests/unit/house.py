@@ -38,16 +38,21 @@ class House:
         self.texts = {_dotted(path.relative_to(package)): path.read_text() for path in sorted(package.rglob("*.py"))}
 
     @cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        """Module -> its syntax."""
+        return {name: ast.parse(text) for name, text in self.texts.items()}
+
+    @cached_property
     def imports(self) -> dict[str, set[str]]:
         """Module -> modules of the package that it imports, wherever the import stands."""
-        return {name: self.imported_by(text) - {name} for name, text in self.texts.items()}
+        return {name: set(self._imported(tree)) - {name} for name, tree in self.trees.items()}
 
     def imported_by(self, text: str) -> set[str]:
         """Return the modules of the package that a text imports, wherever the import stands."""
-        return set(self._imported(text))
+        return set(self._imported(ast.parse(text)))
 
-    def _imported(self, text: str) -> Iterator[str]:
-        for node in ast.walk(ast.parse(text)):
+    def _imported(self, tree: ast.Module) -> Iterator[str]:
+        for node in ast.walk(tree):
             names: list[str] = []
             if isinstance(node, ast.ImportFrom):
                 # `from a import b`: the module a.b, or what a defines.
@@ -64,8 +69,8 @@ class House:
 
     def functions(self) -> Iterator[tuple[str, int]]:
         """Yield every function and its lines, signature and docstring included."""
-        for module, text in self.texts.items():
-            for node in ast.walk(ast.parse(text)):
+        for module, tree in self.trees.items():
+            for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     yield f"{module}.{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
 
@@ -119,8 +124,12 @@ class Figures:
 
     def __init__(self, root: Path) -> None:
         self.root, self.house = root, House(root / "megalite")
-        self.trees = {name: ast.parse(text) for name, text in self.house.texts.items()}
-        self.lines = {name: code_lines(text) for name, text in self.house.texts.items()}
+        self.trees = self.house.trees
+
+    @cached_property
+    def lines(self) -> dict[str, int]:
+        """Module -> its lines of code."""
+        return {name: code_lines(text) for name, text in self.house.texts.items()}
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<48} {figure}" for name, figure in self.rows())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,15 @@ def test_every_file_is_read(reads: tuple[str, ...]) -> None:
     assert files <= {ROOT / name for name in shown.stdout.split()}
 
 
+@cache
+def figures() -> Figures:
+    """Those of this checkout."""
+    return Figures(ROOT)
+
+
 def test_what_no_reader_forgives() -> None:
     """No file is over 500 lines, no function over 80, and nothing imports itself."""
-    house = House(ROOT / "megalite")
+    house = figures().house
     assert house.in_circles() == set()
     assert not [name for name, text in house.texts.items() if len(text.splitlines()) > 500]
     assert not [name for name, lines in house.functions() if lines > 80]
@@ -79,9 +86,8 @@ def test_imports_of_tests_by_hand(tmp_path: Path) -> None:
 
 def test_the_step_is_as_large_as_the_readme_says() -> None:
     """What the step's module imports is what can be read in an afternoon."""
-    figures = Figures(ROOT)
-    closure = figures.closure("core.step")
-    lines = sum(code_lines(figures.house.texts[name]) for name in closure)
+    closure = figures().closure("core.step")
+    lines = sum(code_lines(figures().house.texts[name]) for name in closure)
     assert not [name for name in closure if name.startswith("core.parts")]
     assert len(closure) <= 85
     assert lines <= 6100
@@ -124,10 +130,9 @@ def test_counts_of_a_house_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = Figures(ROOT)
     with capsys.disabled():
-        print(f"\n{figures}")
-    assert {"core.step", "core.options.model"} <= figures.closure("core.step")
+        print(f"\n{figures()}")
+    assert {"core.step", "core.options.model"} <= figures().closure("core.step")
 
 
 def test_figures_of_a_house_by_hand(tmp_path: Path) -> None:
@@ -151,14 +156,14 @@ def test_figures_of_a_house_by_hand(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    figures = Figures(tmp_path)
+    own = Figures(tmp_path)
     assert [wing_of(name) for name in ("core.step", "api", "runtime.loop", "extras.plan")] == [
         *("core", "runtime", "runtime", "extras")
     ]
-    assert figures.upward() == [("core.step", "runtime.data.rows")]
-    assert figures.closure("core.step") == {"core.step", "runtime.data.rows", "core.mesh.grid"}
-    assert figures.kind_methods() == {"asked": True, "unasked": False}
-    rows = dict(figures.rows())
+    assert own.upward() == [("core.step", "runtime.data.rows")]
+    assert own.closure("core.step") == {"core.step", "runtime.data.rows", "core.mesh.grid"}
+    assert own.kind_methods() == {"asked": True, "unasked": False}
+    rows = dict(own.rows())
     assert {name: rows[name] for name in list(rows)[4:6]} == {
         "closure of the step: modules / code lines": "3 / 6",
         "imports core -> runtime": "1",

@@ -20,6 +20,7 @@ from megalite.runtime.options.run import Config, RunConfig
 from megalite.runtime.places import store
 from megalite.runtime.places.store import Store
 from tests.ranks import ROOT
+from tests.rows import always_run
 
 # Forms that nothing but their values gives away. A value may begin with a slash, as a path does.
 ENVIRONMENT = {
@@ -147,7 +148,7 @@ UNCAUGHT = {
 }
 
 
-@pytest.mark.parametrize("who", UNCAUGHT)
+@pytest.mark.parametrize("who", always_run(UNCAUGHT, "a thread of a rank", "a tool"))
 def test_a_traceback_holds_no_credential(who: str, tmp_path: Path) -> None:
     secret = ENVIRONMENT["AWS_SECRET_ACCESS_KEY"]
     lines = ["import os", "def main():", "    raise RuntimeError('said ' + os.environ['AWS_SECRET_ACCESS_KEY'])"]

@@ -97,10 +97,10 @@ del GROWING["global_batch_size"]
 @pytest.mark.parametrize(
     ("decay", "expected"),
     [
-        ("constant", 1.0),
+        pytest.param("constant", 1.0, marks=pytest.mark.full),
         # 40 samples of warm-up, 96 at the end of step 13, 320 at the end of step 20.
         ("cosine", 0.5 * (1 + math.cos(math.pi * (96 - 40) / (320 - 40)))),
-        ("wsd", 1.0),
+        pytest.param("wsd", 1.0, marks=pytest.mark.full),
     ],
 )
 def test_a_batch_schedule_that_is_extended_leaves_the_past_alone(decay: str, expected: float, tmp_path: Path) -> None:
