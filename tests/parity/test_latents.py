@@ -63,8 +63,6 @@ class TestLatents(Feature):
     # Latents are gathered outside of the compiled code.
     compiled = [
         (ranks_of(4, cp=2, tp=2), (replace(LATENT, num_layers=1), 1, {}, {"recompute": "selective"})),
-        (ranks_of(2, tp=2), (replace(LATENT, num_layers=1), 1, {"sequence_parallel": False}, {"recompute": "full"})),
-        (ranks_of(2, pp=2), (replace(LATENT, num_layers=2), 1, {"schedule": "zb-h1"}, {})),
     ]
     refused = [
         (partial(jobs.llama, **{"kv_lora_rank": 16, "head_dim": None, **LATENTS}), model, more, words)

@@ -116,12 +116,10 @@ GRID: list[tuple[int, dict[str, str], str, Any, dict[str, Any], dict[str, Any]]]
     (4, MOMENTS, "adamw", jobs.llama, {"tp": 2, "zero": 3, **CUT}, {}),
     (4, BOTH, "adamw", jobs.llama, {"tp": 2, "zero": 1, **SMALL}, {"offload": "optimizer"}),
     (4, MOMENTS, "muon", jobs.llama, {"tp": 2, "zero": 1, **SMALL}, {"offload": "optimizer"}),
-    (4, MOMENTS, "adamw", jobs.gpt2, {"pp": 2, "zero": 2, "schedule": "zb-h1", **CUT}, {}),
     (4, MOMENTS, "adamw", lambda: MIXTRAL, {"ep": 2, "tp": 2, "zero": 3, **CUT}, {}),
     (4, MOMENTS, "lamb", jobs.llama, {"zero": 3, "zero_group": "2", **CUT}, {}),
     (4, MOMENTS, "ademamix", jobs.llama, {"cp": 2, "zero": 1}, {}),
     (8, MOMENTS, "lion", jobs.llama, {"tp": 2, "pp": 2, "vp": 2, "schedule": "zb-v"}, {}),
-    (4, BOTH, "muon", jobs.gpt2, {"pp": 2, "zero": 0}, {}),
     (8, BOTH, "adamw", jobs.llama, {"tp": 2, "pp": 2, "zero": 3, **CUT}, {"recompute": "full"}),
 ]
 

@@ -59,10 +59,9 @@ FIRST_MOMENTS = ("sign_momentum", "matrix_momentum", "exp_avg")
 CUT = {"zero_whole_below": 500}
 # (tp, pp) -> layouts that share the start of their ranks, all on four ranks.
 GRID: dict[tuple[int, int], list[dict[str, Any]]] = {
-    (1, 1): [{"zero": 0}, {"zero": 1}, {"zero": 2, **CUT}, {"zero": 3, **CUT, "zero_group": "2"}],
-    (2, 1): [{"zero": 0}, {"zero": 1, "bucket_size": 900}, {"zero": 2, **CUT}, {"zero": 3, **CUT}],
-    (1, 2): [{"zero": 1}, {"zero": 3, **CUT, "schedule": "zb-h1"}],
-    (2, 2): [{}, {"schedule": "zb-v", "vp": 2}],
+    (1, 1): [{"zero": 2, **CUT}, {"zero": 3, **CUT, "zero_group": "2"}],
+    (2, 1): [{"zero": 0}, {"zero": 1, "bucket_size": 900}, {"zero": 3, **CUT}],
+    (2, 2): [{"schedule": "zb-v", "vp": 2}],
 }
 
 

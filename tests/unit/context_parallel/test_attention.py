@@ -159,9 +159,13 @@ def test_attention_in_every_type(pool: WorkerPool, size: int, variant: str, dtyp
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, *(pytest.param(d, marks=pytest.mark.full) for d in (torch.float32,))])
 @pytest.mark.parametrize(
-    ("size", "variant"), [(1, "gather"), *(pytest.param(4, v, marks=pytest.mark.full) for v in VARIANTS)]
+    ("size", "variant", "dtype"),
+    [
+        (1, "gather", torch.float64),
+        *(pytest.param(4, v, torch.float64, marks=pytest.mark.full) for v in VARIANTS),
+        pytest.param(4, "a2a+ring", torch.float32, marks=pytest.mark.full),
+    ],
 )
 def test_sinks_are_a_column_of_the_softmax(
     pool: WorkerPool, size: int, variant: str, dtype: torch.dtype, dropout: bool

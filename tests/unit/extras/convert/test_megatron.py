@@ -90,11 +90,9 @@ def _theirs_of(ours: str, plain: dict[str, torch.Tensor], prefix: str, cfg: Mode
         ("llama", "fully_reshardable", 100),
         ("llama", "torch", None),
         ("qwen", "fully_reshardable", None),
-        ("qwen", "torch", None),
         ("gpt", "torch_dist", None),
         ("gpt", "torch", 100),
         ("gpt16", "torch_dist", None),
-        ("gpt16", "torch", None),
     ],
 )
 def test_weights_and_moments_bit_for_bit(theirs: Path, tmp_path: Path, name: str, kind: str, vocab: int | None) -> None:
