@@ -33,6 +33,7 @@ from megalite.runtime.places.downloads import bring_tree
 
 def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tokenizer | None]:
     """Resolve the vocabulary size from the tokenizer or the data's description, unless given; load the tokenizer."""
+    check_text_options(cfg)
     bring_data(cfg)
     tokenizer = load_tokenizer(path) if (path := cfg.local_data.tokenizer) else None
     given = cfg.model.vocab_size
@@ -52,7 +53,6 @@ def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tok
         rule = "the vocabulary size cannot be inferred from train_data"
         raise UserError("no vocab_size", rule, "give vocab_size to configure, or a tokenizer")
     else:
-        check_tokenizer_given(cfg)
         prefixes = data_prefixes(cfg)
         for prefix in prefixes:
             IndexedDataset(prefix, check=False)
@@ -83,19 +83,22 @@ def data_prefixes(cfg: Config) -> list[str]:
 _OF_TEXT = {"data": ("key", "skip_bad", "data_lanes", "shuffle_tokens"), "run": ("data_workers",)}
 
 
-def check_tokenizer_given(cfg: Config) -> None:
+def check_text_options(cfg: Config) -> None:
     """Refuse text without a tokenizer, and options of text without text."""
-    if not texts_of(cfg.local_data.data) + texts_of(cfg.local_data.valid_data):
+    texts = [word for words in (cfg.data.data, cfg.data.valid_data) for word in texts_of(words)]
+    if not texts:
         for section, names in _OF_TEXT.items():
             options = getattr(cfg, section)
             for name in names:
                 if (value := getattr(options, name)) != getattr(type(options), name):
                     given = f"--{dashed(name)} {value}" if value is not True else f"--{dashed(name)}"
-                    raise UserError(given, "is of text as data, and there is none", "drop it, or give --data FOLDER")
-    if cfg.data.tokenizer is None and (words := texts_of(cfg.local_data.data) + texts_of(cfg.local_data.valid_data)):
+                    raise UserError(
+                        given, "applies to text as data, and this run reads none", "drop it, or give --data FOLDER"
+                    )
+    elif cfg.data.tokenizer is None:
         rule = "is text, which is tokenized while training reads it, and there is no tokenizer"
         remedy = "give --tokenizer (megalite tokenizer trains one), or make token files with megalite preprocess"
-        raise UserError(f"--data {words[0]}", rule, remedy)
+        raise UserError(f"--data {texts[0]}", rule, remedy)
 
 
 def bring_data(cfg: Config) -> None:
@@ -162,7 +165,6 @@ def _token_files(cfg: Config, tokenizer: Tokenizer | None, share: tuple[int, int
     model = cfg.model
     seed = cfg.train.seed
     prefixes = data_prefixes(cfg)
-    check_tokenizer_given(cfg)
     if tokenizer is not None:
         check_tokenizer_matches(prefixes + (prefixes_of(d.valid_data) if d.valid_data else []), tokenizer)
     return build_datasets(
