@@ -14,9 +14,12 @@ from megalite.extras.prepare.merge import merge
 from megalite.extras.prepare.named_templates import NAMED
 from megalite.extras.prepare.preprocess import check_output
 from megalite.extras.prepare.preprocess import preprocess as preprocess_files
+from megalite.extras.prepare.stream_order import preprocess_stream
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from megalite.extras.tool import ToolParser
 from megalite.runtime.base.child import num_cores
+from megalite.runtime.data import TextOptions, split_of
+from megalite.runtime.options.run import RunConfig
 
 _PREPROCESS = """Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the
 tokenizer. With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers. Several hosts prepare
@@ -65,6 +68,19 @@ def _preprocess(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--skip-bad", action="store_true", help="skip and count records that do not parse")
     parser.add_argument("--overwrite", action="store_true", help="replace data that exist under the prefix")
+    parser.add_argument(
+        "--order",
+        choices=["files", "stream"],
+        default="files",
+        help="files: documents as they come (default); stream: of one --input, as --data of training takes it, so that "
+        "training reads the samples that it would read from the text",
+    )
+    parser.add_argument(
+        "--cache-dir",
+        default=RunConfig.cache_dir,
+        metavar="DIR",
+        help=f"with --order stream, folder for tokenized pieces, shared with runs (default: {RunConfig.cache_dir})",
+    )
     parser.add_argument("--share", default="1/1", metavar="I/N", help="prepare the I-th of N parts of the inputs")
     parser.add_argument("--merge", nargs="+", metavar="PREFIX", help="join prepared data, in this order; no --input")
     args = parser.parse_args(argv)
@@ -73,10 +89,30 @@ def _preprocess(argv: Sequence[str]) -> None:
         return
     if not (args.input and args.tokenizer):
         parser.error("--input and --tokenizer are required, or --merge")
-    options = {key: value for key, value in vars(args).items() if key not in ("input", "tokenizer", "out", "merge")}
+    if args.order == "stream":
+        _stream(args)
+        return
+    given = f"--cache-dir {args.cache_dir}"
+    require(args.cache_dir == RunConfig.cache_dir, given, "applies to --order stream", "add it, or drop --cache-dir")
+    ours = ("input", "tokenizer", "out", "merge", "order", "cache_dir")
+    options = {key: value for key, value in vars(args).items() if key not in ours}
     options["share"] = _share(args.share)
     stats = preprocess_files(args.input, args.tokenizer, args.out, **options)
     print(f"{args.out}: {stats}")
+
+
+def _stream(args: argparse.Namespace) -> None:
+    """Write one folder or file of text in the order of text as data."""
+    unlike = {"--chat": args.chat, "--chat-template": args.chat_template, "--share": args.share != "1/1"}
+    given = f"--order stream with {next((flag for flag, is_set in unlike.items() if is_set), '')}"
+    require(not any(unlike.values()), given, "is of text that one process reads in order", "drop one of the two")
+    rule = "takes the one folder or file that --data would name"
+    require(len(args.input) == 1, f"--order stream with {len(args.input)} --input", rule, "put the files in one folder")
+    in_range(args, "workers", 0, 1024)
+    check_output(args.out, [Path(split_of(args.input[0])[0])], args.overwrite)
+    folder, limit = args.cache_dir, int(RunConfig.cache_gb * 1e9)
+    options = TextOptions(None, args.key or "text", args.skip_bad, None, None, folder, limit, args.workers)
+    print(f"{args.out}: {preprocess_stream(args.input[0], args.tokenizer, args.out, options)}")
 
 
 def _merge(args: argparse.Namespace) -> None:

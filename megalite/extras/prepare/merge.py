@@ -10,7 +10,7 @@ import numpy as np
 from megalite.core.base.errors import UserError, require
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.data.packing import LossMask, mask_path
-from megalite.runtime.data.sidecar import read_sidecar
+from megalite.runtime.data.sidecar import read_sidecar, read_stream_pieces
 from megalite.runtime.data.tokens import IndexedDataset
 
 # Entries of `PREFIX.json` that are sums over the parts.
@@ -36,6 +36,8 @@ def merge(prefixes: Sequence[str], out_prefix: str) -> tuple[int, int]:
     masked = [mask_path(prefix).exists() for prefix in prefixes]
     sidecar = _joined([read_sidecar(prefix) for prefix in prefixes], prefixes)
     for part, has_mask in zip(parts, masked):
+        rule = "was made with --order stream, and has the pieces of one folder"
+        require(read_stream_pieces(part.prefix) is None, part.prefix, rule, "blend the prefixes in --data")
         alike = part.dtype == parts[0].dtype and has_mask == masked[0]
         rule = f"has ids of {part.dtype}{' and marked answers' * has_mask}, {parts[0].prefix} of {parts[0].dtype}"
         require(alike, part.prefix, rule + " and marked answers" * masked[0], "merge data of one kind")

@@ -7,6 +7,7 @@ from megalite.runtime.data.build import (
     build_datasets,
     check_tokenizer_matches,
     prefixes_of,
+    stream_prefixes_of,
     texts_of,
 )
 from megalite.runtime.data.loader import BatchLoader
@@ -48,6 +49,7 @@ __all__ = [
     "read_sidecar",
     "split_documents",
     "split_of",
+    "stream_prefixes_of",
     "texts_of",
     "token_dtype",
 ]

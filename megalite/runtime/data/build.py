@@ -14,7 +14,7 @@ from megalite.runtime.data.binary import AT_START
 from megalite.runtime.data.blend import BlendedDataset
 from megalite.runtime.data.packing import LossMask, PackedDataset, mask_path
 from megalite.runtime.data.samples import Dataset, GPTDataset, split_documents
-from megalite.runtime.data.sidecar import read_sidecar
+from megalite.runtime.data.sidecar import read_sidecar, read_stream_pieces
 from megalite.runtime.data.stream.catalogue import is_text_path
 from megalite.runtime.data.stream.dataset import StreamDataset
 from megalite.runtime.data.stream.opening import Streams, TextOptions
@@ -124,6 +124,11 @@ def texts_of(data: Sequence[str]) -> list[str]:
     return [word for _, word in parse_data(data) if is_text_path(word)] if data else []
 
 
+def stream_prefixes_of(data: Sequence[str]) -> list[str]:
+    """List the prefixes named by `--data` that are read in the order of the text that they were made of."""
+    return [word for word in prefixes_of(data) if read_stream_pieces(word) is not None] if data else []
+
+
 def build_datasets(
     data: Sequence[str],
     *,
@@ -144,8 +149,8 @@ def build_datasets(
     """Open, check and split the data.
 
     Args:
-        data: the words after `--data`: [PREFIX] or ["0.7", "A", "0.3", "B"]; a folder or file of text is a stream, and
-            so is a blend that has one.
+        data: the words after `--data`: [PREFIX] or ["0.7", "A", "0.3", "B"]; a folder or file of text is a stream,
+            token files that `--order stream` made of text are, and a blend that has either.
         split: parts of train, valid, test, by documents of each set; not applied when `valid_data` is given. The test
             part is held out and never read here.
         seq_len, seed: tokens per sample, and seed of the order of samples.
@@ -158,19 +163,19 @@ def build_datasets(
         loss_on, loss_per, long_documents: see `LossMask` and `PackedDataset`. By default, data with a loss mask learn
             their answers, others every token.
         share: (rank, world): the ranks share the checking of the files, see `IndexedDataset.verify`.
-        text: how text is read, required where there is some.
+        text: how text is read.
 
     Raises:
         UserError: files missing, changed, damaged or of a larger vocabulary, a split shorter than one sample.
     """
-    if texts_of(data) or texts_of(valid_data):
+    if any(texts_of(words) or stream_prefixes_of(words) for words in (data, valid_data)):
         chat = loss_on not in (None, "all") or loss_per == "sample"
         given = f"--loss-on {loss_on}" if loss_on not in (None, "all") else f"--loss-per {loss_per}"
         require(
             not chat, f"{given} with text as data", "text has no answers", "drop it, or use megalite preprocess --chat"
         )
         streams = Streams(
-            _text_options(text),
+            text or TextOptions(),
             lambda prefix: _unmarked(prefix, vocab_size, share),
             vocab_size=vocab_size,
             seq_len=seq_len,
@@ -192,14 +197,6 @@ def build_datasets(
         has_valid = False
     evaluation = make("valid", sources, valid, shuffle=False) if has_valid else None
     return Datasets(make("train", sources, train, shuffle=shuffle), evaluation)
-
-
-def _text_options(text: TextOptions | None) -> TextOptions:
-    """Return how text is read; raises `UserError` where there is no tokenizer for it."""
-    if text is None:
-        rule = "text is tokenized while training reads it, and there is no tokenizer"
-        raise UserError("text as data", rule, "give --tokenizer, or make token files with megalite preprocess")
-    return text
 
 
 def _streams(

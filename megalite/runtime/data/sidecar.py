@@ -86,6 +86,37 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     return content
 
 
+class StreamPieces(NamedTuple):
+    """How the documents of token files lie in the pieces of the text that they were made of.
+
+    Attributes:
+        text_bytes: see `stream.sources.Source.tokens`.
+        pieces: of each piece its parts: (documents, `Source.key`).
+    """
+
+    text_bytes: int
+    pieces: list[list[tuple[int, str]]]
+
+
+def read_stream_pieces(prefix: str | Path) -> StreamPieces | None:
+    """Return the pieces of data that `megalite preprocess --order stream` made, None of other data.
+
+    Raises:
+        UserError: they are malformed.
+    """
+    if (entry := (_read(prefix) or {}).get("stream")) is None:
+        return None
+    try:
+        pieces = [[(documents, key) for documents, key in parts] for parts in entry["pieces"]]
+        found = StreamPieces(entry["text_bytes"], pieces)
+        kinds = {(type(documents), type(key)) for parts in pieces for documents, key in parts}
+        if kinds != {(int, str)} or type(found.text_bytes) is not int or not all(pieces):
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{prefix}.json", "its pieces are not as megalite preprocess writes them", _REMEDY) from None
+    return found
+
+
 def chat_template_of(prefixes: Iterable[str], learned: str | None = None) -> str | None:
     """Return the chat template of a model that trains on these data; None if several templates wrote them.
 

@@ -25,6 +25,7 @@ from megalite.runtime.data import (
     prefixes_of,
     read_sidecar,
     split_of,
+    stream_prefixes_of,
     texts_of,
 )
 from megalite.runtime.options.run import Config
@@ -33,8 +34,8 @@ from megalite.runtime.places.downloads import bring_tree
 
 def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tokenizer | None]:
     """Resolve the vocabulary size from the tokenizer or the data's description, unless given; load the tokenizer."""
-    check_text_options(cfg)
     bring_data(cfg)
+    check_text_options(cfg)
     tokenizer = load_tokenizer(path) if (path := cfg.local_data.tokenizer) else None
     given = cfg.model.vocab_size
     if given is not None:
@@ -80,14 +81,17 @@ def data_prefixes(cfg: Config) -> list[str]:
     return prefixes_of(cfg.local_data.data)
 
 
-_OF_TEXT = {"data": ("key", "skip_bad", "data_lanes", "shuffle_tokens"), "run": ("data_workers",)}
+_OF_TEXT = {"data": ("key", "skip_bad"), "run": ("data_workers",)}
+_OF_STREAMS = {"data": ("data_lanes", "shuffle_tokens")}
 
 
 def check_text_options(cfg: Config) -> None:
     """Refuse text without a tokenizer, and options of text without text."""
-    texts = [word for words in (cfg.data.data, cfg.data.valid_data) for word in texts_of(words)]
+    named = cfg.local_data.data, cfg.local_data.valid_data
+    texts = [word for words in named for word in texts_of(words)]
     if not texts:
-        for section, names in _OF_TEXT.items():
+        streams = any(map(stream_prefixes_of, named))
+        for section, names in (*_OF_TEXT.items(), *(() if streams else _OF_STREAMS.items())):
             options = getattr(cfg, section)
             for name in names:
                 if (value := getattr(options, name)) != getattr(type(options), name):
@@ -181,11 +185,11 @@ def _token_files(cfg: Config, tokenizer: Tokenizer | None, share: tuple[int, int
         loss_per=d.loss_per,
         long_documents=d.long_documents,
         share=share,
-        text=_text_options(cfg, tokenizer) if tokenizer is not None else None,
+        text=_text_options(cfg, tokenizer),
     )
 
 
-def _text_options(cfg: Config, tokenizer: Tokenizer) -> TextOptions:
+def _text_options(cfg: Config, tokenizer: Tokenizer | None) -> TextOptions:
     workers = cfg.run.data_workers
     if workers is None:
         workers = max(1, num_cores() // (2 * local_world_size()))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megalite.core.base.errors import UserError
 from megalite.runtime.data.samples import split_documents
+from megalite.runtime.data.sidecar import read_stream_pieces
 from megalite.runtime.data.stream.catalogue import Catalogue, is_text_path
 from megalite.runtime.data.stream.dataset import StreamDataset, choose_shape
 from megalite.runtime.data.stream.pieces import Recipe
@@ -24,7 +25,7 @@ class TextOptions:
     """How text is read.
 
     Attributes:
-        tokenizer: makes the ids; each document ends with its end-of-text id.
+        tokenizer: makes the ids; each document ends with its end-of-text id. None where there is no text.
         key: JSON key or parquet column of the text.
         skip_bad: skip records that are not text, up to 1 % of a piece.
         lanes, shuffle_tokens: see `choose_shape`.
@@ -33,18 +34,21 @@ class TextOptions:
         workers: processes that tokenize.
     """
 
-    tokenizer: Tokenizer
-    key: str
-    skip_bad: bool
-    lanes: int | None
-    shuffle_tokens: int | None
-    cache_dir: str
-    cache_bytes: int
-    workers: int
+    tokenizer: Tokenizer | None = None
+    key: str = "text"
+    skip_bad: bool = False
+    lanes: int | None = None
+    shuffle_tokens: int | None = None
+    cache_dir: str = ""
+    cache_bytes: int = 0
+    workers: int = 0
 
 
 class Streams:
     """Opens streams that share workers and, under one name, sources.
+
+    Attributes:
+        workers: processes that tokenize; None before text is opened.
 
     Args:
         options: how text is read.
@@ -67,15 +71,11 @@ class Streams:
         seed: int,
         document_mask: bool,
     ) -> None:
-        if options.tokenizer.eos_id is None:
-            rule = "has no known end-of-text token, and every document must end with one"
-            given = f"tokenizer {options.tokenizer.path}"
-            raise UserError(given, rule, "set eos_token in tokenizer_config.json beside it")
         self._options, self._open_prefix = options, open_prefix
         self._vocab_size, self._seq_len, self._seed = vocab_size, seq_len, seed
         self._document_mask = document_mask
         self._sources: dict[str, Source] = {}
-        self.workers = Workers(options.workers, options.tokenizer)
+        self.workers: Workers | None = None
 
     def open(self, data: Sequence[tuple[float, str]], split: str | None, part: int, shuffle: bool) -> StreamDataset:
         """Open a blend.
@@ -117,9 +117,25 @@ class Streams:
 
     def _text(self, word: str) -> Source:
         o = self._options
-        folder = str(Path(o.cache_dir).expanduser())
-        recipe = Recipe(o.key, o.tokenizer.identity, o.tokenizer.kind, o.skip_bad, folder, o.cache_bytes)
-        return TextSource(Catalogue(word, o.key), recipe, self.workers)
+        if o.tokenizer is None:
+            rule = "text is tokenized while training reads it, and there is no tokenizer"
+            raise UserError(f"--data {word}", rule, "give --tokenizer, or make token files with megalite preprocess")
+        self.workers = self.workers or Workers(o.workers, o.tokenizer)
+        return open_text(word, o, o.tokenizer, self.workers)
 
     def _prefix(self, prefix: str) -> Source:
-        return PrefixSource(self._open_prefix(prefix), self._vocab_size)
+        return PrefixSource(self._open_prefix(prefix), self._vocab_size, read_stream_pieces(prefix))
+
+
+def open_text(word: str, options: TextOptions, tokenizer: Tokenizer, workers: Workers) -> TextSource:
+    """Open a folder or file of text.
+
+    Raises:
+        UserError: the tokenizer has no end of text, or there is nothing to read.
+    """
+    if tokenizer.eos_id is None:
+        rule = "has no known end-of-text token, and every document must end with one"
+        raise UserError(f"tokenizer {tokenizer.path}", rule, "set eos_token in tokenizer_config.json beside it")
+    o, folder = options, str(Path(options.cache_dir).expanduser())
+    recipe = Recipe(o.key, tokenizer.identity, tokenizer.kind, o.skip_bad, folder, o.cache_bytes)
+    return TextSource(Catalogue(word, o.key), recipe, workers)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.runtime.data.samples import read_ids
+from megalite.runtime.data.sidecar import StreamPieces
 from megalite.runtime.data.stream.catalogue import Catalogue
 from megalite.runtime.data.stream.order import Ints, Part
 from megalite.runtime.data.stream.pieces import Recipe, Tokens
@@ -177,27 +178,52 @@ class TextSource(Source):
 
 
 class PrefixSource(Source):
-    """Token files, in pieces of consecutive documents."""
+    """Token files: in the pieces of the text that they were made of, or in pieces of consecutive documents.
 
-    def __init__(self, indexed: IndexedDataset, vocab_size: int | None) -> None:
+    Args:
+        indexed: the files.
+        vocab_size: ids must be below it.
+        pieces: those of the text.
+
+    Raises:
+        UserError: there is no token, or the pieces are of other files.
+    """
+
+    def __init__(self, indexed: IndexedDataset, vocab_size: int | None, pieces: StreamPieces | None = None) -> None:
         self._indexed, self._vocab_size = indexed, vocab_size
-        self.name, self.tokens = indexed.prefix, 4 * indexed.num_tokens
-        step = min(max(indexed.num_tokens // _PIECES, _LEAST), _MOST)
-        bounds = np.searchsorted(indexed.starts, np.arange(0, indexed.num_tokens, step))
-        self._bounds: npt.NDArray[np.int64] = np.unique(np.append(bounds, indexed.num_documents))
-        self.num_pieces = len(self._bounds) - 1
+        self.name = indexed.prefix
         if not indexed.num_tokens:
             raise UserError(f"--data {indexed.prefix}", "holds no token", "leave it out")
+        # Bounds of parts among documents, and of pieces among parts.
+        if pieces is None:
+            step = min(max(indexed.num_tokens // _PIECES, _LEAST), _MOST)
+            bounds = np.searchsorted(indexed.starts, np.arange(0, indexed.num_tokens, step))
+            self._bounds: npt.NDArray[np.int64] = np.unique(np.append(bounds, indexed.num_documents))
+            self._first_parts = np.arange(len(self._bounds))
+            self._keys = [f"{Path(self.name).name} {first}" for first in self._bounds[:-1]]
+            self.tokens = 4 * indexed.num_tokens
+        else:
+            parts = [part for of_piece in pieces.pieces for part in of_piece]
+            self._bounds = np.cumsum([0, *(documents for documents, _ in parts)])
+            self._first_parts = np.cumsum([0, *map(len, pieces.pieces)])
+            self._keys = [key for _, key in parts]
+            self.tokens = pieces.text_bytes
+            if int(self._bounds[-1]) != indexed.num_documents:
+                rule = f"has {indexed.num_documents} documents, and its .json pieces of {self._bounds[-1]}"
+                raise UserError(f"--data {indexed.prefix}", rule, "preprocess the text again")
+        self.num_pieces = len(self._first_parts) - 1
 
     def sizes(self, piece: int, part: int) -> Part:
-        return Part(self._indexed.sizes[self._bounds[piece] : self._bounds[piece + 1]], True)
+        at = int(self._first_parts[piece]) + part
+        sizes = self._indexed.sizes[self._bounds[at] : self._bounds[at + 1]]
+        return Part(sizes, at + 1 == int(self._first_parts[piece + 1]))
 
     def read(self, piece: int, part: int, row: int, token: int, count: int) -> Ints:
-        start = int(self._indexed.starts[self._bounds[piece] + row]) + token
+        start = int(self._indexed.starts[self._bounds[self._first_parts[piece] + part] + row]) + token
         return read_ids(self._indexed, start, start + count, self._vocab_size)
 
     def key(self, piece: int, part: int) -> str:
-        return f"{Path(self.name).name} {self._bounds[piece]}"
+        return self._keys[int(self._first_parts[piece]) + part]
 
     def ahead(self, piece: int, part: int) -> None:
         pass  # they are there

@@ -20,7 +20,6 @@ import pytest
 from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.data import BatchLoader, Rows
-from megalite.runtime.data.stream import catalogue
 from megalite.runtime.data.stream import workers as workers_module
 from megalite.runtime.data.stream.catalogue import Catalogue, split_by_name
 from megalite.runtime.data.stream.dataset import StreamDataset
@@ -28,7 +27,14 @@ from megalite.runtime.data.tokenizer import ByteTokenizer, Tokenizer, load_token
 from megalite.runtime.places.downloads import locked
 from tests.unit.data.plain import ids_of
 from tests.unit.data.stream.reference import Pieces, World, samples
-from tests.unit.data.stream.texts import document, ids, json_lines, opened, pieces_of_lines, write_packed, write_parquet
+from tests.unit.data.stream.texts import (
+    document,
+    ids,
+    json_lines,
+    opened,
+    write_folder,
+    write_parquet,
+)
 
 
 def of_letters(folder: Path, letters: str, eos: str) -> Tokenizer:
@@ -43,41 +49,8 @@ def of_letters(folder: Path, letters: str, eos: str) -> Tokenizer:
     return load_tokenizer(str(folder))
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 2 KiB: a small folder has many."""
-    monkeypatch.setattr(catalogue, "_LEAST", 2048)
-    monkeypatch.setattr(catalogue, "_PIECES", 1)
-    monkeypatch.setattr(catalogue, "_MOST", 2048)
-
-
 def read(data: StreamDataset, count: int) -> list[list[int]]:
     return [ids_of(data, position).tolist() for position in range(count)]
-
-
-def write_folder(folder: Path, seed: int = 1) -> Pieces:
-    """Lines, parquet and two compressed files; return the pieces in the order of the names."""
-    rng = random.Random(seed)
-    (folder / "b").mkdir(parents=True)
-    lines, rows, gz, zst = ([document(rng) for _ in range(n)] for n in (90, 70, 30, 30))
-    (folder / "a.jsonl").write_bytes(json_lines(lines))
-    write_packed(folder / "b" / "c.jsonl.gz", gz)
-    write_packed(folder / "b" / "d.jsonl.zst", zst)
-    write_parquet(folder / "e.parquet", rows, 25)
-    packed = [[part[0] for part in pieces_of_lines(texts, 2048)] for texts in (gz, zst)]
-    return [*pieces_of_lines(lines, 2048), *packed, *_pieces_of_rows(folder / "e.parquet", rows, 25)]
-
-
-def _pieces_of_rows(path: Path, texts: list[str], each: int) -> Pieces:
-    import pyarrow.parquet as pq
-
-    out = []
-    for number, at in enumerate(range(0, len(texts), each)):
-        group = pq.read_metadata(path).row_group(number)
-        count = -(-group.column(1).total_uncompressed_size // 2048)
-        bounds = [group.num_rows * i // count for i in range(count + 1)]
-        out += [[ids(texts[at + first : at + stop])] for first, stop in pairwise(bounds)]
-    return out
 
 
 def write_prefix(path: Path) -> Pieces:

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,29 @@ def pieces_of_lines(texts: Sequence[str], piece_bytes: int) -> Pieces:
     return [[ids(pieces.get(number, []))] for number in range(-(-at // piece_bytes))]
 
 
+def write_folder(folder: Path, seed: int = 1) -> Pieces:
+    """Lines, parquet and two compressed files; return the pieces in the order of the names."""
+    rng = random.Random(seed)
+    (folder / "b").mkdir(parents=True)
+    lines, rows, gz, zst = ([document(rng) for _ in range(n)] for n in (90, 70, 30, 30))
+    (folder / "a.jsonl").write_bytes(json_lines(lines))
+    write_packed(folder / "b" / "c.jsonl.gz", gz)
+    write_packed(folder / "b" / "d.jsonl.zst", zst)
+    write_parquet(folder / "e.parquet", rows, 25)
+    packed = [[part[0] for part in pieces_of_lines(texts, 2048)] for texts in (gz, zst)]
+    return [*pieces_of_lines(lines, 2048), *packed, *_pieces_of_rows(folder / "e.parquet", rows, 25)]
+
+
+def _pieces_of_rows(path: Path, texts: list[str], each: int) -> Pieces:
+    out = []
+    for number, at in enumerate(range(0, len(texts), each)):
+        group = pq.read_metadata(path).row_group(number)
+        count = -(-group.column(1).total_uncompressed_size // 2048)
+        bounds = [group.num_rows * i // count for i in range(count + 1)]
+        out += [[ids(texts[at + first : at + stop])] for first, stop in pairwise(bounds)]
+    return out
+
+
 @contextmanager
 def opened(words: Sequence[str | float | Path], cache: Path, **options: Any) -> Iterator[StreamDataset]:
     """A stream over WEIGHT and path in pairs, or one path."""
@@ -72,4 +96,5 @@ def opened(words: Sequence[str | float | Path], cache: Path, **options: Any) -> 
     try:
         yield streams.open([(float(str(w)), str(p)) for w, p in pairs], split, part, shuffle)
     finally:
-        streams.workers.close()
+        if streams.workers is not None:
+            streams.workers.close()

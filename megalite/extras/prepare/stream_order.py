@@ -1,0 +1,81 @@
+"""Token files in the order of text as data: training on them reads the samples that training on the text would.
+
+The text is cut into the pieces that a run cuts it into, and tokenized into the cache of runs: what a run has made is
+taken from there, and what this makes a run finds. `PREFIX.json` says which documents are of which piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+
+from megalite import __version__
+from megalite.core.base.errors import UserError
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data.stream.opening import TextOptions, open_text
+from megalite.runtime.data.stream.sources import Ints, TextSource
+from megalite.runtime.data.stream.workers import Workers
+from megalite.runtime.data.tokenizer import load_tokenizer
+from megalite.runtime.data.tokens import token_dtype
+
+# Pieces that each worker has ahead of the one that is written.
+_AHEAD = 2
+
+
+def preprocess_stream(word: str, tokenizer_path: str, out_prefix: str, options: TextOptions) -> str:
+    """Write `out_prefix.bin`, `.idx` and `.json`.
+
+    Args:
+        word: FOLDER, FILE or FOLDER:SPLIT, as in `--data`.
+        tokenizer_path: see `load_tokenizer`.
+        options: how the text is read; the tokenizer is left out.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UserError: the text, tokenizer or output cannot be used, a record is bad, or there is no document.
+    """
+    tokenizer = load_tokenizer(tokenizer_path)
+    documents = tokens = 0
+    with (
+        closing(Workers(options.workers, tokenizer)) as workers,
+        IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size)) as writer,
+    ):
+        source = open_text(word, options, tokenizer, workers)
+        pieces: list[list[tuple[int, str]]] = [[] for _ in range(source.num_pieces)]
+        for piece, key, sizes, ids in _parts(source, _AHEAD * options.workers):
+            writer.add_documents(ids, sizes)
+            pieces[piece].append((len(sizes), key))
+            documents, tokens = documents + len(sizes), tokens + len(ids)
+        if not documents:
+            raise UserError(f"--input {word}", "contains no document", "check the files and --key")
+        writer.finalize(
+            {
+                "tokenizer_kind": tokenizer.kind,
+                "vocab_size": tokenizer.vocab_size,
+                "tokenizer_sha256": tokenizer.sha256,
+                "eos_id": tokenizer.eos_id,
+                "documents": documents,
+                "tokens": tokens,
+                "stream": {"text_bytes": source.tokens, "pieces": pieces},
+                "megalite_version": __version__,
+            }
+        )
+    return f"{documents} documents, {tokens} tokens (one end of text each), in {source.num_pieces} pieces"
+
+
+def _parts(source: TextSource, ahead: int) -> Iterator[tuple[int, str, Ints, Ints]]:
+    """Yield (piece, key of a part, tokens of each of its documents, their ids), in order."""
+    for piece in range(source.num_pieces):
+        for following in range(piece, min(piece + ahead, source.num_pieces)):
+            source.ahead(following, 0)
+        part, last = 0, False
+        while not last:
+            sizes, last = source.sizes(piece, part)
+            count = int(sizes.sum())
+            ids = source.read(piece, part, 0, 0, count) if count else np.zeros(0, np.int64)
+            yield piece, source.key(piece, part), sizes, ids
+            part += 1

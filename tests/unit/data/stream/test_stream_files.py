@@ -1,0 +1,103 @@
+"""Token files in the order of text: training on them reads the samples that training on the text reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.core.base.errors import UserError
+from megalite.extras.prepare.command import preprocess
+from megalite.extras.prepare.merge import merge
+from megalite.runtime.data import Datasets, Rows
+from megalite.runtime.options import cli
+from megalite.runtime.start.inputs import open_data, resolve_vocabulary
+from tests.unit.data.stream.texts import write_folder
+
+MODEL = ["--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--seq-len", "16", "--seed", "5"]
+
+
+def open_words(*words: str) -> Datasets:
+    return open_data(*resolve_vocabulary(cli.parse([*MODEL, *words]).config))
+
+
+def first(dataset: Any, count: int) -> list[Any]:
+    samples = (dataset.sample(position) for position in range(count))
+    return [
+        [None if x is None else x.tolist() for x in (s.inputs, s.targets, s.starts)] if isinstance(s, Rows) else [*s]
+        for s in samples
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--data-lanes", "3", "--shuffle-tokens", "320", "--document-mask"]], ids=["default", "chosen"]
+)
+def test_samples_are_those_of_the_text(small: None, tmp_path: Path, options: list[str]) -> None:
+    """Of each part of --split too; and the run starts no worker, and needs no tokenizer."""
+    write_folder(tmp_path / "text")
+    cache, prefix = str(tmp_path / "cache"), str(tmp_path / "tokens")
+    words = ["--input", str(tmp_path / "text"), "--tokenizer", "bytes", "--out", prefix, "--cache-dir", cache]
+    preprocess([*words, "--order", "stream", "--workers", "2"])
+    common = [*options, "--split", "80,20", "--eval-every", "1", "--cache-dir", cache]
+    text = open_words("--data", str(tmp_path / "text"), "--tokenizer", "bytes", "--data-workers", "0", *common)
+    files = open_words("--data", prefix, *common)
+    assert first(files.train, 1500) == first(text.train, 1500)
+    assert first(files.valid, 200) == first(text.valid, 200)
+    assert files.workers is None
+    assert files.train.shape == text.train.shape  # type: ignore[attr-defined]
+    for datasets in (text, files):
+        datasets.close()
+
+
+def test_a_blend_with_text_and_other_files_is_one_stream(small: None, tmp_path: Path) -> None:
+    for seed, name in enumerate(("a", "b")):
+        write_folder(tmp_path / name, seed)
+    cache, made = ["--cache-dir", str(tmp_path / "cache")], str(tmp_path / "made")
+    order = [*cache, "--tokenizer", "bytes", "--order", "stream", "--workers", "0"]
+    preprocess(["--input", str(tmp_path / "a"), "--out", made, *order])
+    found = []
+    for word in (str(tmp_path / "a"), made):
+        blend = ["--data", "0.3", word, "0.7", str(tmp_path / "b"), "--tokenizer", "bytes", "--data-workers", "0"]
+        datasets = open_words(*blend, *cache)
+        found.append(first(datasets.train, 300))
+        datasets.close()
+    assert found[0] == found[1]
+
+
+def test_pieces_that_are_not_of_these_files_are_refused(small: None, tmp_path: Path) -> None:
+    write_folder(tmp_path / "text")
+    prefix = str(tmp_path / "tokens")
+    words = ["--input", str(tmp_path / "text"), "--tokenizer", "bytes", "--out", prefix, "--order", "stream"]
+    preprocess([*words, "--workers", "0", "--cache-dir", str(tmp_path / "cache")])
+    sidecar = json.loads(Path(f"{prefix}.json").read_text())
+    for pieces, says in (
+        (sidecar["stream"]["pieces"][1:], r"and its .json pieces of \d+; preprocess the text again"),
+        ([[[1]]], "its pieces are not as megalite preprocess writes them"),
+        ([[]], "its pieces are not as megalite preprocess writes them"),
+    ):
+        Path(f"{prefix}.json").write_text(json.dumps({**sidecar, "stream": {"text_bytes": 9, "pieces": pieces}}))
+        with pytest.raises(UserError, match=says):
+            open_words("--data", prefix)
+    Path(f"{prefix}.json").write_text(json.dumps(sidecar))
+    with pytest.raises(UserError, match="was made with --order stream, .*; blend the prefixes in --data"):
+        merge([prefix, prefix], str(tmp_path / "joined"))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--order", "stream", "--chat"], "--order stream with --chat: "),
+        (["--order", "stream", "--share", "1/2"], "--order stream with --share: "),
+        (["--order", "stream", "--input", "a", "b"], "--order stream with 2 --input: takes the one folder or file"),
+        (["--order", "stream", "--input", "absent"], "--data absent: does not exist"),
+        (["--cache-dir", "x"], "--cache-dir x: applies to --order stream; add it"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, words: list[str], says: str) -> None:
+    given = ["--input", "a", "--tokenizer", "bytes", "--out", str(tmp_path / "tokens"), *words]
+    with pytest.raises(UserError) as e:
+        preprocess(given)
+    assert str(e.value).startswith(says)
+    assert [*tmp_path.iterdir()] == []
