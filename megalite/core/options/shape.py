@@ -181,4 +181,4 @@ class ModelShape:
             "an output layer that shares its weights has no bias",
             "drop one of the two",
         )
-        self.position_kind.check(self)
+        self.position_kind.check_chosen(self)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from megalite.core.base.table import Table
+from megalite.core.options.part import OptimPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +68,7 @@ class Share(NamedTuple):
             self.weights.copy_(self.master)
 
 
-class UpdateRule(ABC):
+class UpdateRule(OptimPart, ABC):
     """An optimizer with an element-wise update, except for norms of parameters (`Share.trust_ratios`).
 
     Attributes:
@@ -77,6 +78,8 @@ class UpdateRule(ABC):
         width_power: power of muP's width multiplier by which the learning rate of the blocks' matrices is divided, and
             their weight decay multiplied; None: unknown, muP is refused.
     """
+
+    after = "eps"
 
     states: ClassVar[tuple[str, ...]] = ()
     own: ClassVar[tuple[str, ...]] = ()
