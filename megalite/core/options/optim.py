@@ -19,9 +19,7 @@ class OptimConfig(OptimParts):
     """Optimizer and learning-rate schedule."""
 
     optimizer: Annotated[str, Choices(RULES)] = "adamw"
-    """Optimizer: adamw (decoupled weight decay), muon (orthogonalized momentum of the blocks' matrices, AdamW for
-    everything else), lion (sign of a momentum), ademamix (AdamW with a second, slow momentum), lamb or lars (trust
-    ratios), or sgd (momentum --beta1)."""
+    """Optimizer: {each}."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -59,7 +57,7 @@ class OptimConfig(OptimParts):
     """Shape of the ramp from --start-weight-decay to --weight-decay. Default: linear if --start-weight-decay is
     given."""
     beta1: float = 0.9
-    """Adam's beta1, the decay rate of the first moment (lars, sgd: momentum)."""
+    """Adam's beta1, the decay rate of the first moment; without a second moment, the momentum."""
     beta2: float = 0.95
     """Adam's beta2, the decay rate of the second moment."""
     eps: float = 1e-8

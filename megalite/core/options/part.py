@@ -21,8 +21,10 @@ class Part(Generic[Step]):
             and with its help text as a string under it; None: it has none. It needs no methods of dataclasses, which
             take time to make.
         after: option of that group that they follow in --help and in config.yaml.
+        about: a few words on it, for a part that an option names: --help shows them with its name.
     """
 
+    about: ClassVar[str] = ""
     options: ClassVar[type | None] = None
     after: ClassVar[str] = ""
 

@@ -50,8 +50,7 @@ class ModelShape:
     zero_centered_norm: bool = False
     """Scale by 1 + weight in norms (Gemma)."""
     position: Annotated[str, Choices(POSITIONS)] = "rope"
-    """Rotary or learned absolute position embeddings, or scores that fall with the distance, each head with a slope of
-    its own (alibi; BLOOM)."""
+    """What attention knows of positions: {each}."""
     query_pre_attn_scalar: int | None = None
     """Divide attention scores by the square root of this. Default: --head-dim."""
     attention_softcap: float | None = None

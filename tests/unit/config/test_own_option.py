@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+
+from megalite.core.options.names import description_of
+from megalite.runtime.options.fields import GROUPS, help_texts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -86,6 +91,7 @@ class SignumOptions:
 
 
 class Signum(UpdateRule):
+    about = "one bit of each momentum"
     states = ("sign_momentum",)
     options = SignumOptions
 
@@ -223,6 +229,21 @@ def test_one_file_of_a_table_brings_its_own(package: Path) -> None:
     ]
     shown = run(package, "-m", "megalite", "train", "--help", "all")
     assert all(words in shown for words in ("--decay-power X", "--signum-zero {stay,move}", "--sine-base X"))
+    assert "sgd (momentum --beta1), signum (one bit of each momentum). [adamw]" in " ".join(shown.split())
+
+
+def test_help_lists_no_table_by_hand() -> None:
+    """A sentence that names two entries beside {each} would not name the next one."""
+    listed = 0
+    for cls in GROUPS.values():
+        texts = help_texts(cls)
+        for option, hint in get_type_hints(cls, include_extras=True).items():
+            if mark := description_of(hint):
+                listed += mark.each in texts[option]
+                left = texts[option].replace(mark.each, "")
+                assert len(set(re.findall(r"[\w-]+", left)) & {*mark.table}) < 2, f"--{option}: {left}"
+                assert all(f"{name} (" in mark.each for name in mark.table) == (mark.each in texts[option]), option
+    assert listed == 5
 
 
 def test_a_part_may_be_imported_before_the_model() -> None:

@@ -28,6 +28,7 @@ class AdEMAMix(UpdateRule):
     Over the warmup, alpha rises linearly and the half-life of the slow momentum from that of beta1 (equation 5).
     """
 
+    about = "AdamW with a second, slow momentum"
     states = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
     width_power = 1.0
     options, after = AdEMAMixOptions, "muon_ns_steps"

@@ -42,6 +42,7 @@ class Muon(MatrixRule):
     weight decay of AdamW serve.
     """
 
+    about = "orthogonalized momentum of the blocks' matrices, AdamW for everything else"
     states = ("exp_avg",)
     options = MuonOptions
     width_power = 0.5  # an update grows with the square root of the width already

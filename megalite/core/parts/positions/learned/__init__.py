@@ -25,6 +25,7 @@ class LearnedPositionOptions:
 class Learned(Position):
     """One row a position, after `--position-offset` rows that no token reads."""
 
+    about = "added to embeddings"
     options = LearnedPositionOptions
     limited = True
 

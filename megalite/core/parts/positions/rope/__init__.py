@@ -34,6 +34,7 @@ class RopeOptions:
 class Rope(Position):
     """Queries and keys turn by an angle that grows with the position; frequencies are a layer's own."""
 
+    about = "rotary embeddings"
     options = RopeOptions
 
     def check_model(self, m: ModelConfig) -> None:
