@@ -81,11 +81,13 @@ class Position(PartRules[Any, Any]):
         columns: columns of queries, keys and values beside those of a head.
         exact_length: longest sample that it is exact for; None: any.
         limited: whether a model has only the positions it was made with.
+        added: whether it adds something to embeddings (`embedding`).
     """
 
     columns = 0
     exact_length: int | None = None
     limited = False
+    added = False
     after = "position"
 
     def check_chosen(self, m: Any) -> None:

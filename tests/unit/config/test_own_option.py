@@ -119,6 +119,7 @@ class SineOptions:
 
 
 class Sine(Position):
+    added = True
     options = SineOptions
 
     def check_model(self, m):
@@ -155,6 +156,7 @@ print(json.dumps([
     refused(lambda: OptimConfig(decay_power=11.0)),
     refused(lambda: cli.parse(["--vocab-size", "64", "--signum-zero", "move", "--zero", "3"])),
     refused(lambda: ModelConfig(sine_base=0.5)),
+    refused(lambda: cli.parse(["--vocab-size", "64", "--position", "sine", "--mtp-num-layers", "1"])),
     cfg.model.sine_base,
 ]))
 """
@@ -226,6 +228,8 @@ def test_one_file_of_a_table_brings_its_own(package: Path) -> None:
         "--decay-power 11.0: must be more than 0 and below 10; use a value in that range",
         "--signum-zero move with --zero 3: moves padding; drop one",
         "--sine-base 0.5: must be at least 1 and below 1000000000.0; use a value in that range",
+        "--mtp-num-layers 1 with --position sine: embeddings of further tokens have no positions added to them; "
+        "use --position rope",
     ]
     shown = run(package, "-m", "megalite", "train", "--help", "all")
     assert all(words in shown for words in ("--decay-power X", "--signum-zero {stay,move}", "--sine-base X"))

@@ -27,7 +27,7 @@ class Learned(Position):
 
     about = "added to embeddings"
     options = LearnedPositionOptions
-    limited = True
+    limited = added = True
 
     def check_model(self, m: ModelConfig) -> None:
         in_range(m, "position_offset", 0, 2**20)
