@@ -115,6 +115,10 @@ class MatrixRule(UpdateRule):
     def transform(self, matrix: Tensor, cfg: Any) -> Tensor:
         """Transform a full matrix, fp32 [out, in]; the result has the same shape. May overwrite its input."""
 
+    def transform_dtype(self, cfg: Any) -> str:
+        """Return the type of the products of `transform`, "bf16" or "fp32", for plans."""
+        return "fp32"
+
     def transform_flops(self, out: int, inner: int, cfg: Any) -> float:
         """Count the FLOPs of `transform` on an [out, inner] matrix, for plans; 0: they do not matter."""
         return 0.0

@@ -62,6 +62,9 @@ class Muon(MatrixRule):
         x = matrix if cfg.muon_ns == "fp32" else matrix.bfloat16()
         return orthogonalized(x, cfg.muon_ns_steps).to(matrix.dtype).mul_(0.2 * math.sqrt(max(matrix.shape)))
 
+    def transform_dtype(self, cfg: Any) -> str:
+        return str(cfg.muon_ns)
+
     def transform_flops(self, out: int, inner: int, cfg: Any) -> float:
         """Count three products per iteration: X X^T, its square, and their polynomial times X."""
         small, large = sorted((out, inner))
