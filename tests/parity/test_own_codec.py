@@ -14,7 +14,7 @@ import torch
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.grid import Grid
 from megalite.core.options.compression import CODECS, Compression, Gradients
-from megalite.core.parts.codecs.exchange import ExchangeCodec
+from megalite.core.parts.codecs.exchange.exchange_codec import ExchangeCodec
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.run import Config
 from tests.parity import jobs

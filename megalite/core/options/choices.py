@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megalite.core.base.table import Table
+from megalite.core.options.part import PartRules
 
 Function = Callable[..., Any]
 
@@ -73,21 +74,24 @@ NORMS: dict[str, Norm] = {
 """Name (`--norm`) -> norm."""
 
 
-class Position:
+class Position(PartRules[Any, Any]):
     """What attention knows of positions. A description, read without torch; this one knows nothing.
 
     Attributes:
         columns: columns of queries, keys and values beside those of a head.
         exact_length: longest sample that it is exact for; None: any.
         limited: whether a model has only the positions it was made with.
+        added: whether it adds something to embeddings (`embedding`).
     """
 
     columns = 0
     exact_length: int | None = None
     limited = False
+    added = False
+    after = "position"
 
-    def check(self, m: Any) -> None:
-        """Check the options of a model (`ModelConfig`).
+    def check_chosen(self, m: Any) -> None:
+        """Check the options of a model (`ModelConfig`) that has these positions.
 
         Raises:
             UserError: they do not fit together.

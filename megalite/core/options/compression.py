@@ -31,11 +31,13 @@ class Compression(ABC):
 
     Attributes:
         form: how it is given, for errors.
+        about: a few words on it, which --help shows.
         reads_values: whether the host reads values of gradients, which an estimate without a device does not have.
         element_bytes: bytes that a rank sends per element, over those of the same collective, for plans of time.
     """
 
     form: ClassVar[str]
+    about: ClassVar[str] = ""
     reads_values: ClassVar[bool] = False
 
     @classmethod

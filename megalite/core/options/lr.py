@@ -1,8 +1,6 @@
 """Learning rate of each step: linear warm-up, then the decay of `--lr-decay`; and weight decay of each step.
 
-Sources: cosine, Loshchilov & Hutter 2017 (SGDR), eq. 5 without restarts; WSD, Hu et al. 2024 (MiniCPM), section 4;
-inverse square root, Vaswani et al. 2017, eq. 3, scaled as in Megatron-LM: `lr` at the end of the warm-up;
-DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, deepspeed/runtime/lr_schedules.py.
+Source: DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, deepspeed/runtime/lr_schedules.py.
 """
 
 from __future__ import annotations
@@ -11,54 +9,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from megalite.core.base.table import Table
+
 Decay = Callable[[float, Any, float], float]
 """(step after the warm-up, `OptimConfig`, step at which the decay ends) -> learning rate."""
 
 
-def cosine(step: float, cfg: Any, end: float) -> float:
-    """Fall along half a cosine."""
-    progress = _progress(step, cfg.warmup_steps, end)
-    return cfg.min_lr + 0.5 * (cfg.lr - cfg.min_lr) * (1.0 + math.cos(math.pi * progress))
-
-
-def linear(step: float, cfg: Any, end: float) -> float:
-    """Fall along a line."""
-    return _line(_progress(step, cfg.warmup_steps, end), cfg)
-
-
-def inverse_square_root(step: float, cfg: Any, end: float) -> float:
-    """Fall as lr sqrt(warmup_steps / step), never below `min_lr`, and drop to it after the end."""
-    return cfg.min_lr if step > end else max(cfg.min_lr, cfg.lr * math.sqrt(max(cfg.warmup_steps, 1) / max(step, 1)))
-
-
-def wsd(step: float, cfg: Any, end: float) -> float:
-    """Stay at the peak, then fall along a line over the last `wsd_decay_steps`."""
-    decay = cfg.wsd_decay_steps or max(1, end // 10)
-    return _line(_progress(step, max(end - decay, cfg.warmup_steps), end), cfg)
-
-
-def constant(step: float, cfg: Any, end: float) -> float:
-    """Stay at the peak."""
-    return cfg.lr
-
-
-def _progress(step: float, begin: float, end: float) -> float:
-    return 1.0 if step >= end else max(0.0, (step - begin) / (end - begin))
-
-
-def _line(progress: float, cfg: Any) -> float:
-    # The sum would miss the end by a rounding error.
-    return cfg.min_lr if progress == 1.0 else cfg.lr + (cfg.min_lr - cfg.lr) * progress
-
-
-LR_DECAYS: dict[str, Decay] = {
-    "cosine": cosine,
-    "linear": linear,
-    "inverse-square-root": inverse_square_root,
-    "wsd": wsd,
-    "constant": constant,
-}
-"""Name (`--lr-decay`) -> learning rate after the warm-up."""
+LR_DECAYS: Table[Decay] = Table("megalite.core.parts.decays", "DECAY")
+"""Name (`--lr-decay`) -> learning rate after the warm-up: a function, or an `OptimPart` where it has options."""
 
 
 def learning_rate(step: float, cfg: Any, train_steps: float) -> float:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from megalite.core.base.errors import require
-from megalite.core.options.all_parts import AllParts
+from megalite.core.options.all_parts import ModelParts, model_parts
 from megalite.core.options.choices import FAMILIES, BlockKind
 from megalite.core.options.names import check_names
-from megalite.core.options.part import PARTS
+from megalite.core.options.part import put_in_order
 from megalite.core.options.rope import RopeScaling
 from megalite.core.options.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class ModelConfig(AllParts, ModelShape):
+class ModelConfig(ModelParts, ModelShape):
     """Shape and family of the model. Options without a default are derived from --arch and the other sizes."""
 
     def __post_init__(self) -> None:
@@ -44,11 +42,11 @@ class ModelConfig(AllParts, ModelShape):
         if self.query_pre_attn_scalar is None:
             self._set({"query_pre_attn_scalar": self.head_size})
         self.check_sizes()
-        for part in PARTS.values():
+        for part in model_parts():
             part.check_model(self)
 
     def _derive_parts(self) -> None:
-        for part in PARTS.values():
+        for part in model_parts():
             self._set(part.derived(self))
 
     def _set(self, options: Mapping[str, Any]) -> None:
@@ -98,24 +96,4 @@ class ModelConfig(AllParts, ModelShape):
         return cls(arch=arch, **{**FAMILIES[arch].options, **options})
 
 
-def _in_order() -> Iterator[str]:
-    """Yield the options: those of the shape, and after the one that a part names its own."""
-    following: dict[str, list[str]] = defaultdict(list)
-    for part in PARTS.values():
-        own = list(inspect.get_annotations(part.options)) if part.options else []
-        for before, name in zip((part.after, *own), own):
-            following[before].append(name)
-
-    def with_following(name: str) -> Iterator[str]:
-        yield name
-        for after in following[name]:
-            yield from with_following(after)
-
-    for name in inspect.get_annotations(ModelShape):
-        yield from with_following(name)
-
-
-# --help and config.yaml list the fields as dataclasses do: those of a part would stand at the end.
-_FIELDS = ModelConfig.__dataclass_fields__
-ModelConfig.__dataclass_fields__ = {name: _FIELDS[name] for name in _in_order()}
-assert len(ModelConfig.__dataclass_fields__) == len(_FIELDS), "a part's options follow an option that does not exist"
+put_in_order(ModelConfig, ModelShape, model_parts())

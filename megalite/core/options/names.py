@@ -12,18 +12,34 @@ from megalite.core.base.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
-class Choices:
-    """Annotation of such an option: `Annotated[str, Choices(TABLE)]`. The table may grow until the options are read.
+class Described:
+    """Annotation of an option that names an entry of a table, which reads it: `Annotated[str, Described(TABLE)]`. Where
+    its help says {each}, stand the entries.
 
     Attributes:
-        table: table whose keys are the names.
+        table: table whose keys are the names. An entry may have `about`, a few words on it, and where a name has an
+            argument `form`, how that is written.
         others: further names.
-        with_argument: how a name with an argument is written, where the table reads it.
     """
 
     table: Mapping[str, Any]
     others: tuple[str, ...] = ()
-    with_argument: str = ""
+
+    @property
+    def each(self) -> str:
+        """The names of the table, each with what its entry says of itself."""
+        about = {name: getattr(entry, "about", "") for name, entry in self.table.items()}
+        return ", ".join(f"{name} ({text})" if text else name for name, text in about.items())
+
+    @property
+    def forms(self) -> list[str]:
+        """How names with arguments are written, each form once."""
+        return [*dict.fromkeys(form for entry in self.table.values() if (form := getattr(entry, "form", "")))]
+
+
+@dataclass(frozen=True, eq=False)
+class Choices(Described):
+    """Annotation of an option whose values are the keys of a table, which may grow until the options are read."""
 
     @property
     def names(self) -> list[str]:
@@ -34,8 +50,7 @@ class Choices:
     def rule(self) -> str:
         """What a value must be, in words."""
         names = self.names
-        rule = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
-        return f"{rule}, or {self.with_argument}" if self.with_argument else rule
+        return ", or ".join([f"one of {', '.join(names)}" if len(names) > 1 else names[0], *self.forms])
 
     def __contains__(self, name: object) -> bool:
         return name in self.table or name in self.others
@@ -43,7 +58,12 @@ class Choices:
 
 def mark_of(hint: Any) -> Choices | None:
     """Return the `Choices` of an option's type, or None."""
-    return next((mark for mark in get_args(hint) if isinstance(mark, Choices)), None)
+    return mark if isinstance(mark := description_of(hint), Choices) else None
+
+
+def description_of(hint: Any) -> Described | None:
+    """Return the `Described` of an option's type, or None."""
+    return next((mark for mark in get_args(hint) if isinstance(mark, Described)), None)
 
 
 def check_names(options: Any) -> None:

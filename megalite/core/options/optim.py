@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from megalite.core.base.errors import in_range, require
+from megalite.core.options.all_parts import OptimParts, optim_parts
 from megalite.core.options.lr import LR_DECAYS
 from megalite.core.options.names import Choices, check_names
+from megalite.core.options.part import put_in_order
 from megalite.core.options.update_rule import RULES, MatrixRule
 
 
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(OptimParts):
     """Optimizer and learning-rate schedule."""
 
     optimizer: Annotated[str, Choices(RULES)] = "adamw"
-    """Optimizer: adamw (decoupled weight decay), muon (orthogonalized momentum of the blocks' matrices, AdamW for
-    everything else), lion (sign of a momentum), ademamix (AdamW with a second, slow momentum), lamb or lars (trust
-    ratios), or sgd (momentum --beta1)."""
+    """Optimizer: {each}."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -49,8 +49,6 @@ class OptimConfig:
     """Shape of the decay after warmup."""
     lr_decay_steps: int | None = None
     """Step at which the decay ends. Default: --train-steps."""
-    wsd_decay_steps: int | None = None
-    """Number of steps of wsd's final linear decay. Default: a tenth of the run, or what the warmup leaves."""
     weight_decay: float = 0.1
     """Decoupled weight decay, not applied to norms and biases."""
     start_weight_decay: float | None = None
@@ -59,24 +57,11 @@ class OptimConfig:
     """Shape of the ramp from --start-weight-decay to --weight-decay. Default: linear if --start-weight-decay is
     given."""
     beta1: float = 0.9
-    """Adam's beta1, the decay rate of the first moment (lars, sgd: momentum)."""
+    """Adam's beta1, the decay rate of the first moment; without a second moment, the momentum."""
     beta2: float = 0.95
     """Adam's beta2, the decay rate of the second moment."""
     eps: float = 1e-8
     """Adam's epsilon."""
-    muon_ns: Literal["bf16", "fp32"] = "bf16"
-    """muon: type of the Newton-Schulz products. bf16 is as good and faster on a GPU, fp32 is the same in every
-    layout to 1e-5."""
-    muon_momentum: float = 0.95
-    """muon: decay rate of the momentum."""
-    muon_ns_steps: int = 5
-    """muon: number of Newton-Schulz steps."""
-    ademamix_alpha: float = 5.0
-    """ademamix: weight of the slow momentum in an update."""
-    ademamix_beta3: float = 0.9999
-    """ademamix: decay rate of the slow momentum."""
-    ademamix_warmup: int = 0
-    """ademamix: steps in which weight and decay rate of the slow momentum rise; its authors take all of the run."""
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which the optimizer's states are kept besides the master weights; bf16 (stochastically rounded)
     saves 4 bytes per parameter with adamw."""
@@ -124,10 +109,12 @@ class OptimConfig:
         in_range(self, "clip_grad", 0, 1e38)
         # Scaled gradients stay far below the largest fp32 number.
         in_range(self, "loss_scale initial_loss_scale min_loss_scale", 0, 2.0**65, above=True)
-        in_range(self, "warmup_steps ademamix_warmup ademamix_alpha", 0, 10**10)
-        in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window hysteresis muon_ns_steps", 1, 10**10)
-        in_range(self, "beta1 beta2 muon_momentum ademamix_beta3", 0, 1)
+        in_range(self, "warmup_steps", 0, 10**10)
+        in_range(self, "lr_decay_steps loss_scale_window hysteresis", 1, 10**10)
+        in_range(self, "beta1 beta2", 0, 1)
         in_range(self, "base_batch_size lr_batch_size", 1, 10**7)
+        for part in optim_parts():
+            part.check_optim(self)
         require(
             0 <= self.min_lr <= self.lr,
             f"--min-lr {self.min_lr}",
@@ -219,3 +206,6 @@ class OptimConfig:
             return self
         low = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         return replace(self, lr=self.decoupled_lr, min_lr=low, decoupled_lr=None, decoupled_min_lr=None)
+
+
+put_in_order(OptimConfig, OptimConfig, optim_parts())

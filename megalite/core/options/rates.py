@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from megalite.core.base.errors import UserError
 from megalite.core.options.lr import learning_rate, weight_decay
-from megalite.core.options.optim import OptimConfig
-from megalite.core.options.train import TrainConfig
+
+if TYPE_CHECKING:  # decays with options read this module before `OptimConfig` is whole
+    from megalite.core.options.optim import OptimConfig
+    from megalite.core.options.train import TrainConfig
 
 
 class StepRates(NamedTuple):
@@ -25,38 +26,15 @@ def full_batch(optim: OptimConfig, train: TrainConfig) -> int:
 
 def rates_at(optim: OptimConfig, train: TrainConfig, step: int) -> StepRates:
     """Return the rates of a step (the first is 1)."""
-    at, last = (_counted(optim, train, n) for n in (step, train.train_steps))
+    at, last = (counted(optim, train, n) for n in (step, train.train_steps))
     rates = optim.scaled(train.global_batch_size)
     lr, decoupled_lr = (learning_rate(at, options, last) for options in (rates, rates.decoupled))
     return StepRates(lr, decoupled_lr, weight_decay(at, rates, last))
 
 
-def _counted(optim: OptimConfig, train: TrainConfig, steps: int) -> float:
+def counted(optim: OptimConfig, train: TrainConfig, steps: int) -> float:
     """Return how far schedules are after some steps. By samples, a step counts as the full batches up to its end."""
     return train.batches.samples(steps) / full_batch(optim, train) if optim.lr_by == "samples" else steps
-
-
-def check_decay(optim: OptimConfig, train: TrainConfig) -> None:
-    """Refuse a final decay that begins within the warm-up, from whose end the rate would fall at once.
-
-    A run that ends within its warm-up has no decay.
-    """
-    warmup, decay = optim.warmup_steps, optim.wsd_decay_steps
-    last = optim.lr_decay_steps or _counted(optim, train, train.train_steps)
-    if optim.lr_decay != "wsd" or decay is None or not last - decay < warmup <= last:
-        return
-    unit = "steps"
-    flag = "--train-steps"
-    needed = warmup + decay
-    if optim.lr_by == "samples":
-        unit = f"full batches of {full_batch(optim, train)} samples"
-        needed = train.batches.steps_to(needed * full_batch(optim, train))
-    if optim.lr_decay_steps is not None:
-        flag, needed = "--lr-decay-steps", warmup + decay
-    room = int(last - warmup)
-    less = f"give {room} or less" if room else f"lower --warmup-steps {warmup}"
-    rule = f"is more than --warmup-steps {warmup} leaves of the schedule's {last:.10g} {unit}"
-    raise UserError(f"--wsd-decay-steps {decay}", rule, f"{less}, or raise {flag} to {needed}")
 
 
 def describe_warmup(optim: OptimConfig, train: TrainConfig) -> str:

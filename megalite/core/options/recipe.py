@@ -17,6 +17,7 @@ class Recipe:
         power_of_2: whether scales are rounded up to a power of 2.
         multiple: what every cut of a matrix, and the tokens of a micro-batch, must be divisible by.
         capabilities: compute capabilities of the GPUs whose products take such scales.
+        about: a few words on it, which --help shows.
     """
 
     activation: tuple[int, int]
@@ -25,6 +26,7 @@ class Recipe:
     power_of_2: bool
     multiple: int
     capabilities: tuple[tuple[int, int], ...]
+    about: str = ""
 
     @property
     def square(self) -> bool:

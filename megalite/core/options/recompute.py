@@ -25,11 +25,15 @@ class Recomputation:
         extent: index of a block -> what it recomputes; a module that predicts further tokens is a block after the last.
         most: largest extent of any block.
         of: reads an argument (NAME:ARGUMENT) and returns the mode with it, None if it is not valid; None: takes none.
+        form: how the name with an argument is written, in words.
+        about: a few words on it, which --help shows.
     """
 
     extent: Callable[[int], Extent]
     most: Extent
     of: Callable[[str], Recomputation | None] | None = None
+    form: str = ""
+    about: str = ""
 
 
 class _Modes(Table[Recomputation]):

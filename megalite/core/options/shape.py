@@ -50,8 +50,7 @@ class ModelShape:
     zero_centered_norm: bool = False
     """Scale by 1 + weight in norms (Gemma)."""
     position: Annotated[str, Choices(POSITIONS)] = "rope"
-    """Rotary or learned absolute position embeddings, or scores that fall with the distance, each head with a slope of
-    its own (alibi; BLOOM)."""
+    """What attention knows of positions: {each}."""
     query_pre_attn_scalar: int | None = None
     """Divide attention scores by the square root of this. Default: --head-dim."""
     attention_softcap: float | None = None
@@ -181,4 +180,4 @@ class ModelShape:
             "an output layer that shares its weights has no bias",
             "drop one of the two",
         )
-        self.position_kind.check(self)
+        self.position_kind.check_chosen(self)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megalite.core.base.errors import require
+from megalite.core.options.all_parts import model_parts, optim_parts
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.parallel import SCHEDULES, ParallelConfig
-from megalite.core.options.part import PARTS
-from megalite.core.options.rates import check_decay
 from megalite.core.options.train import TrainConfig
 
 _MAX_MICROBATCHES = 100_000
@@ -26,10 +25,9 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         self._check_tensor_parallel()
-        for part in PARTS.values():
+        for part in (*model_parts(), *optim_parts()):
             part.check(self)
         self._check_features()
-        check_decay(self.optim, self.train)
         self._check_stages()
 
     @property

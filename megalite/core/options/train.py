@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from megalite.core.base.errors import UserError, in_range, require
 from megalite.core.options.batch_sizes import BatchSizes
-from megalite.core.options.compression import Compression, read_compression
-from megalite.core.options.names import Choices, check_names
+from megalite.core.options.compression import CODECS, Compression, read_compression
+from megalite.core.options.names import Choices, Described, check_names
 from megalite.core.options.recipe import RECIPES
 from megalite.core.options.recompute import MODES
 
@@ -33,15 +33,14 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Data type of weights and activations; master weights and main gradients are fp32."""
     fp8: Annotated[str, Choices(RECIPES, ("off",))] = "off"
-    """Products of the blocks' linear layers in FP8, forward and backward: scales for blocks of 128 (blockwise: Hopper),
-    of 32 (mxfp8: Blackwell), for rows, or for whole tensors (fastest, least precise)."""
+    """Products of the blocks' linear layers in FP8, forward and backward. What shares a scale: {each}."""
     fp8_emulate: bool = False
     """Compute what --fp8 would on any device, slower than bf16: codes as on a GPU, multiplied in fp32."""
     fp8_keep_bf16: int = 0
     """Number of first, and of last, blocks that --fp8 leaves alone."""
-    recompute: Annotated[str, Choices(MODES, with_argument="NAME:SHARE above 0 and below 1")] = "none"
-    """What to recompute in the backward pass: nothing, the attention core (selective), or whole blocks (full); with a
-    share, in that part of the blocks, spread over the model (full:0.5, full:1/3)."""
+    recompute: Annotated[str, Choices(MODES)] = "none"
+    """What to recompute in the backward pass: {each}; with a share, in that part of the blocks, spread over the model
+    (full:0.5, full:1/3)."""
     ops: str = "auto"
     """Kernels: one backend for all ops (auto, torch, triton, cuda, cpp, onednn, apex), or OP=BACKEND pairs separated by
     commas."""
@@ -63,9 +62,8 @@ class TrainConfig:
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are accumulated over micro-batches; bf16 (also reduced in bf16) saves 2 bytes per
     parameter and loses digits."""
-    compress: str = "none"
-    """Compress gradients over dp: int8 (recommended), int8-stochastic (unbiased), topk:F (keep a fraction F),
-    threshold:F (signs from F of the largest on) or powersgd:R (rank R)."""
+    compress: Annotated[str, Described(CODECS, ("none",))] = "none"
+    """Compress gradients over dp: {each}."""
 
     offload: Literal["none", "optimizer", "optimizer+params", "activations"] = "none"
     """What to keep in host memory: nothing, optimizer state (updated on the CPU), optimizer state and weights, or

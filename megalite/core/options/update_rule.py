@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from megalite.core.base.table import Table
+from megalite.core.options.part import OptimPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +68,7 @@ class Share(NamedTuple):
             self.weights.copy_(self.master)
 
 
-class UpdateRule(ABC):
+class UpdateRule(OptimPart, ABC):
     """An optimizer with an element-wise update, except for norms of parameters (`Share.trust_ratios`).
 
     Attributes:
@@ -77,6 +78,8 @@ class UpdateRule(ABC):
         width_power: power of muP's width multiplier by which the learning rate of the blocks' matrices is divided, and
             their weight decay multiplied; None: unknown, muP is refused.
     """
+
+    after = "eps"
 
     states: ClassVar[tuple[str, ...]] = ()
     own: ClassVar[tuple[str, ...]] = ()
@@ -111,6 +114,10 @@ class MatrixRule(UpdateRule):
     @abstractmethod
     def transform(self, matrix: Tensor, cfg: Any) -> Tensor:
         """Transform a full matrix, fp32 [out, in]; the result has the same shape. May overwrite its input."""
+
+    def transform_dtype(self, cfg: Any) -> str:
+        """Return the type of the products of `transform`, "bf16" or "fp32", for plans."""
+        return "fp32"
 
     def transform_flops(self, out: int, inner: int, cfg: Any) -> float:
         """Count the FLOPs of `transform` on an [out, inner] matrix, for plans; 0: they do not matter."""

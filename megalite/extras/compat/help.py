@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-from megalite.core.options.names import dashed
+from megalite.core.options.names import dashed, description_of
 from megalite.core.options.values import choices_of
 from megalite.core.parts.families import PRESETS
 from megalite.extras.tool import show
@@ -58,7 +58,6 @@ METAVARS = {
     "BACKEND|OP=BACKEND,...": "ops",
     "N,N*K,...": "pipeline_layout",
     "{full,node,N,dp/K}": "zero_group",
-    "{none,int8,int8-stochastic,topk:F,threshold:F,powersgd:R}": "compress",
     "{latest,never,PATH}": "resume",
     "{factor: X}": "rope_scaling",
 }
@@ -142,5 +141,7 @@ def metavar_of(name: str, hint: Any) -> str:
     """Return what the value of an option looks like."""
     if choices := choices_of(hint):
         return f"{{{','.join(choices)}}}"
+    if description := description_of(hint):
+        return f"{{{','.join([*description.others, *(form.split()[0] for form in description.forms)])}}}"
     kind = get_args(hint)[0] if type(None) in get_args(hint) else hint
     return _METAVAR_OF.get(name) or {int: "N", float: "X"}[kind]

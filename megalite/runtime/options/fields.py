@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_type_hints
 
+from megalite.core.options.names import description_of
 from megalite.runtime.options.run import Config
 
 
@@ -69,9 +70,14 @@ LAYOUT_DETAILS = ("cp_comm", "pipeline_layout", "zero_keep", "zero_reduce", "off
 
 
 def help_texts(cls: type) -> dict[str, str]:
-    """Return the string under each field of a dataclass, read from the source, as Python does not keep it."""
+    """Return the string under each field of a dataclass, read from the source, as Python does not keep it.
+
+    Where it says {each}, stand the names that the option takes, each with what its part says of itself.
+    """
     classes = [base for base in reversed(cls.__mro__) if inspect.get_annotations(base)]
-    return {name: text for base in classes for name, text in _own_texts(base)}
+    texts = {name: text for base in classes for name, text in _own_texts(base)}
+    marks = {name: description_of(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
+    return {name: text.replace("{each}", mark.each) if (mark := marks[name]) else text for name, text in texts.items()}
 
 
 def _own_texts(cls: type) -> Iterator[tuple[str, str]]:

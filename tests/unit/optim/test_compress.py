@@ -22,11 +22,11 @@ from megalite.core.optim.optimizer import DistributedOptimizer
 from megalite.core.optim.shares import Sharding
 from megalite.core.options.compression import CODECS, Gradients, read_compression
 from megalite.core.options.optim import OptimConfig
-from megalite.core.parts.codecs.int8 import INT8_BLOCK, dequantize, quantize
-from megalite.core.parts.codecs.int8_stochastic import noise
-from megalite.core.parts.codecs.powersgd import PowerSGD, orthonormalize
-from megalite.core.parts.codecs.threshold import THRESHOLD_BLOCK, pack, to_signs, unpack
-from megalite.core.parts.codecs.topk import TopK, largest
+from megalite.core.parts.codecs.int8.int8_codec import INT8_BLOCK, dequantize, quantize
+from megalite.core.parts.codecs.int8_stochastic.int8_stochastic_codec import noise
+from megalite.core.parts.codecs.powersgd.powersgd_codec import PowerSGD, orthonormalize
+from megalite.core.parts.codecs.threshold.threshold_codec import THRESHOLD_BLOCK, pack, to_signs, unpack
+from megalite.core.parts.codecs.topk.topk_codec import TopK, largest
 from megalite.core.sharding import Layout, ParamSpec, Shard
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.runtime.checkpoint.load import load_checkpoint

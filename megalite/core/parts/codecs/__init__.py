@@ -1,1 +1,1 @@
-"""Codecs of gradients (`--compress`), one file each with `CODEC`, found by name."""
+"""Codecs of gradients (`--compress`), each found by its file or folder; a folder describes itself without torch."""

@@ -41,7 +41,7 @@ class MultiTokenRules(PartRules["ModelConfig", "StepConfig"]):
         m, p = cfg.model, cfg.parallel
         given = f"--mtp-num-layers {m.mtp_num_layers}"
         require(
-            m.mtp_num_layers == 0 or not m.position_kind.limited,
+            m.mtp_num_layers == 0 or not m.position_kind.added,
             f"{given} with --position {m.position}",
             "embeddings of further tokens have no positions added to them",
             "use --position rope",

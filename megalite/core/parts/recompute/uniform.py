@@ -13,8 +13,9 @@ _LONGEST = 20
 """Characters of a share: an exponent could make a number of any size."""
 
 
-def _uniform(extent: Extent) -> Recomputation:
-    return Recomputation(lambda block: extent, extent, _share(extent) if extent else None)
+def _uniform(extent: Extent, about: str) -> Recomputation:
+    of, form = (_share(extent), "NAME:SHARE above 0 and below 1") if extent else (None, "")
+    return Recomputation(lambda block: extent, extent, of, form, about)
 
 
 def _share(extent: Extent) -> Callable[[str], Recomputation | None]:
@@ -32,7 +33,7 @@ def _share(extent: Extent) -> Callable[[str], Recomputation | None]:
 
 
 MODE = {
-    "none": _uniform(Extent.NOTHING),
-    "selective": _uniform(Extent.CORE),
-    "full": _uniform(Extent.BLOCK),
+    "none": _uniform(Extent.NOTHING, "nothing"),
+    "selective": _uniform(Extent.CORE, "the attention core"),
+    "full": _uniform(Extent.BLOCK, "whole blocks"),
 }

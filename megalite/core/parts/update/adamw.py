@@ -10,6 +10,7 @@ from megalite.core.options.update_rule import Share, UpdateRule
 class AdamW(UpdateRule):
     """AdamW with two moments."""
 
+    about = "decoupled weight decay"
     states = ("exp_avg", "exp_avg_sq")
     width_power = 1.0
 

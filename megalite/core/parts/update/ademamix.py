@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
+from megalite.core.base.errors import in_range
 from megalite.core.options.update_rule import Share, UpdateRule
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AdEMAMixOptions:
+    """The slow momentum."""
+
+    ademamix_alpha: float = 5.0
+    """ademamix: weight of the slow momentum in an update."""
+    ademamix_beta3: float = 0.9999
+    """ademamix: decay rate of the slow momentum."""
+    ademamix_warmup: int = 0
+    """ademamix: steps in which weight and decay rate of the slow momentum rise; its authors take all of the run."""
 
 
 class AdEMAMix(UpdateRule):
@@ -14,8 +28,14 @@ class AdEMAMix(UpdateRule):
     Over the warmup, alpha rises linearly and the half-life of the slow momentum from that of beta1 (equation 5).
     """
 
+    about = "AdamW with a second, slow momentum"
     states = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
     width_power = 1.0
+    options, after = AdEMAMixOptions, "muon_ns_steps"
+
+    def check_optim(self, cfg: Any) -> None:
+        in_range(cfg, "ademamix_warmup ademamix_alpha", 0, 10**10)
+        in_range(cfg, "ademamix_beta3", 0, 1)
 
     def update(self, share: Share, cfg: Any) -> None:
         """Update a share."""

@@ -13,6 +13,7 @@ from megalite.core.options.update_rule import Share, UpdateRule
 class Lamb(UpdateRule):
     """LAMB with two moments; for each parameter, master -= lr * |master| / |direction| * direction."""
 
+    about = "AdamW with trust ratios"
     states = ("exp_avg", "exp_avg_sq")
 
     def update(self, share: Share, cfg: Any) -> None:

@@ -19,6 +19,7 @@ class Lars(UpdateRule):
     The ratio is TRUST * |master| / (|grad| + weight_decay * |master|).
     """
 
+    about = "momentum --beta1 with trust ratios"
     states = own = ("exp_avg",)  # a sum of updates, learning rate and trust ratio included
 
     def update(self, share: Share, cfg: Any) -> None:

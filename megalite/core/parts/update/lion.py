@@ -13,6 +13,7 @@ class Lion(UpdateRule):
     Every weight moves by the learning rate: take a third to a tenth of AdamW's, and its weight decay times as much.
     """
 
+    about = "sign of a momentum"
     states = ("exp_avg",)
     width_power = 1.0
 

@@ -8,8 +8,10 @@ update. `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` computes the sa
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
+from megalite.core.base.errors import in_range
 from megalite.core.options.update_rule import MatrixRule, Share
 
 if TYPE_CHECKING:
@@ -20,6 +22,19 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class MuonOptions:
+    """The momentum, and how it is orthogonalized."""
+
+    muon_ns: Literal["bf16", "fp32"] = "bf16"
+    """muon: type of the Newton-Schulz products. bf16 is as good and faster on a GPU, fp32 is the same in every
+    layout to 1e-5."""
+    muon_momentum: float = 0.95
+    """muon: decay rate of the momentum."""
+    muon_ns_steps: int = 5
+    """muon: number of Newton-Schulz steps."""
+
+
 class Muon(MatrixRule):
     """master = (1 - lr * weight_decay) * master - lr * 0.2 * sqrt(max(out, in)) * orthogonalized Nesterov momentum.
 
@@ -27,8 +42,14 @@ class Muon(MatrixRule):
     weight decay of AdamW serve.
     """
 
+    about = "orthogonalized momentum of the blocks' matrices, AdamW for everything else"
     states = ("exp_avg",)
+    options = MuonOptions
     width_power = 0.5  # an update grows with the square root of the width already
+
+    def check_optim(self, cfg: Any) -> None:
+        in_range(cfg, "muon_momentum", 0, 1)
+        in_range(cfg, "muon_ns_steps", 1, 10**10)
 
     def direction(self, share: Share, cfg: Any) -> None:
         """Update the momentum, an average of gradients; look ahead by one step (Nesterov)."""
@@ -40,6 +61,9 @@ class Muon(MatrixRule):
         """Orthogonalize a matrix, and scale it to AdamW's root mean square."""
         x = matrix if cfg.muon_ns == "fp32" else matrix.bfloat16()
         return orthogonalized(x, cfg.muon_ns_steps).to(matrix.dtype).mul_(0.2 * math.sqrt(max(matrix.shape)))
+
+    def transform_dtype(self, cfg: Any) -> str:
+        return str(cfg.muon_ns)
 
     def transform_flops(self, out: int, inner: int, cfg: Any) -> float:
         """Count three products per iteration: X X^T, its square, and their polynomial times X."""

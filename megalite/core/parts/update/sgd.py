@@ -10,6 +10,7 @@ from megalite.core.options.update_rule import Share, UpdateRule
 class Sgd(UpdateRule):
     """velocity = beta1 * velocity + grad; master = (1 - lr * weight_decay) * master - lr * velocity."""
 
+    about = "momentum --beta1"
     states = own = ("exp_avg",)  # a sum of gradients, not their average
 
     def update(self, share: Share, cfg: Any) -> None:

@@ -19,6 +19,7 @@ from functools import cache
 
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.flops import flops_per_token
+from megalite.core.options.update_rule import RULES, MatrixRule
 from megalite.core.parts.schedules.choose import USUAL_COSTS, name_of
 from megalite.core.pipeline.schedule import placement_of
 from megalite.extras.plan.cluster import Cluster
@@ -241,10 +242,10 @@ def _optimizer(cfg: Config, rates: Rates, replicas: list[Replicas], matrices: Se
 
     A rule of matrices sends them to their owners and back, over dp and over tp.
     """
-    transforms = 0.0
+    transforms, rule = 0.0, RULES[cfg.optim.optimizer]
     for placed in matrices:
-        if flops := transform_flops(cfg, placed):
-            peak = rates.device.peak if cfg.optim.muon_ns == "bf16" else rates.device.fp32
+        if isinstance(rule, MatrixRule) and (flops := transform_flops(cfg, placed)):
+            peak = rates.device.peak if rule.transform_dtype(cfg.optim) == "bf16" else rates.device.fp32
             sent = 4 * placed.elements / placed.dp
             dp = placed.dp
             tp = placed.tp

@@ -10,7 +10,7 @@ import torch
 from megalite.core.batch import MicroBatch
 from megalite.core.build import build_engine
 from megalite.core.mesh.grid import Grid
-from megalite.core.parts.codecs.powersgd import PowerSGD, is_worth
+from megalite.core.parts.codecs.powersgd.powersgd_codec import PowerSGD, is_worth
 from megalite.core.pipeline.schedule import Placement
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 class Alibi(Position):
     """Columns beside those of a head: slopes in queries, positions in keys (see `columns`)."""
 
+    about = "scores fall with the distance, each head with a slope of its own; BLOOM"
     columns = 8  # kernels take head sizes that 8 divides
     exact_length = 2**16  # up to which two digits of a position are exact in bf16
 
-    def check(self, m: ModelConfig) -> None:
+    def check_chosen(self, m: ModelConfig) -> None:
         for given, wrong, why, remedy in (
             (
                 f"--attention-softcap {m.attention_softcap}",

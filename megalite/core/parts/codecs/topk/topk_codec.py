@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megalite.core.mesh.context import Axis
 from megalite.core.optim.codec import BucketParam
-from megalite.core.options.compression import Gradients
-from megalite.core.parts.codecs.exchange import ExchangeCodec, FractionCompression
+from megalite.core.parts.codecs.exchange.exchange_codec import ExchangeCodec
 
 
 class TopK(ExchangeCodec):
@@ -48,25 +46,3 @@ def largest(rows: Tensor, k: int) -> Tensor:
     places = torch.where(chosen, chosen.cumsum(1) - 1, k)
     out = places.new_empty(len(rows), k + 1)
     return out.scatter_(1, places, torch.arange(rows.shape[1], device=rows.device).expand_as(rows))[:, :k].contiguous()
-
-
-@dataclass(frozen=True)
-class TopKCompression(FractionCompression):
-    """`--compress topk:F`: the fraction F of the elements."""
-
-    form = "topk:F with 0 < F <= 1"
-
-    def codec(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> TopK:
-        return TopK(params, numel, axis, device, self.fraction)
-
-    @property
-    def element_bytes(self) -> float:
-        return 8 * self.fraction
-
-    def memory(self, grads: Gradients) -> tuple[int, int]:
-        # The residual, and the next one until the update; sorting takes the values twice, and indices.
-        within = 4 * grads.total + round(16 * self.fraction * grads.waiting) + 16 * grads.largest
-        return 4 * grads.total, within
-
-
-CODEC = TopKCompression

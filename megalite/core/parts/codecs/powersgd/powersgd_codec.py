@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +11,6 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis
 from megalite.core.mesh.seeding import philox
 from megalite.core.optim.codec import BucketParam, Codec
-from megalite.core.options.compression import Compression, Gradients
 
 
 class PowerSGD(Codec):
@@ -109,27 +106,3 @@ def _matrix(flat: Tensor, param: BucketParam) -> Tensor:
 
 def _concat_flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat([x.reshape(-1) for x in tensors]) if tensors else like.new_empty(0)
-
-
-@dataclass(frozen=True)
-class PowerSGDCompression(Compression):
-    """`--compress powersgd:R`: factors of rank R."""
-
-    form = "powersgd:R with a whole number R of at least 1"
-    reads_values = True
-    rank: int
-
-    @classmethod
-    def read(cls, argument: str | None) -> Compression | None:
-        return cls(int(argument)) if argument and re.fullmatch(r"[1-9]\d*", argument) else None
-
-    def codec(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> PowerSGD:
-        return PowerSGD(params, numel, axis, device, self.rank)
-
-    def memory(self, grads: Gradients) -> tuple[int, int]:
-        sides = [shape for shape in grads.matrices if is_worth(self.rank, *shape)]
-        left, right = (4 * self.rank * sum(shape[side] for shape in sides) for side in (0, 1))
-        return 4 * grads.total + right, 4 * grads.total + left + right + 8 * grads.largest
-
-
-CODEC = PowerSGDCompression

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megalite.core.mesh.context import Axis
 from megalite.core.optim.codec import BucketParam
-from megalite.core.options.compression import Gradients
-from megalite.core.parts.codecs.exchange import ExchangeCodec, FractionCompression
+from megalite.core.parts.codecs.exchange.exchange_codec import ExchangeCodec
 
 THRESHOLD_BLOCK = 256
 """Elements per threshold and magnitude."""
@@ -71,25 +69,3 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 def _values(signs: Tensor, magnitudes: Tensor) -> Tensor:
     """Return what signs [d, n] and magnitudes [d, blocks] stand for: fp32 [d, n]."""
     return signs.float().mul_(magnitudes.repeat_interleave(THRESHOLD_BLOCK, 1)[:, : signs.shape[1]])
-
-
-@dataclass(frozen=True)
-class ThresholdCompression(FractionCompression):
-    """`--compress threshold:F`: from the fraction F of a block's largest element on."""
-
-    form = "threshold:F with 0 < F <= 1"
-
-    def codec(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> Threshold:
-        return Threshold(params, numel, axis, device, self.fraction)
-
-    @property
-    def element_bytes(self) -> float:
-        return 1 / 4 + 4 / THRESHOLD_BLOCK
-
-    def memory(self, grads: Gradients) -> tuple[int, int]:
-        # The residual, and the next one until the update; a bucket's sizes, signs and values, and its messages.
-        within = 4 * grads.total + round(2 * self.element_bytes * grads.waiting) + 20 * grads.largest
-        return 4 * grads.total, within
-
-
-CODEC = ThresholdCompression

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from megalite.core.mesh.context import Axis
-from megalite.core.optim.codec import BucketParam
-from megalite.core.options.compression import Compression, Gradients
-from megalite.core.parts.codecs.exchange import ExchangeCodec
+from megalite.core.parts.codecs.exchange.exchange_codec import ExchangeCodec
 
 INT8_BLOCK = 256
 """Elements per scale of gradients sent in 8 bits."""
@@ -50,24 +44,3 @@ def _blocks(x: Tensor) -> Tensor:
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """Undo `quantize` for one row: int8 codes [n], scales [blocks] -> fp32 [n]."""
     return codes.float().mul_(scales.repeat_interleave(INT8_BLOCK)[: len(codes)])
-
-
-@dataclass(frozen=True)
-class Int8Compression(Compression):
-    """`--compress int8`."""
-
-    form = "int8"
-
-    @classmethod
-    def read(cls, argument: str | None) -> Compression | None:
-        return cls() if argument is None else None
-
-    def codec(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> Int8:
-        return Int8(params, numel, axis, device)
-
-    def memory(self, grads: Gradients) -> tuple[int, int]:
-        # While a bucket is quantized there are three copies of it; messages are both sent and received.
-        return 0, round(2 * (1 + 4 / INT8_BLOCK) * grads.waiting) + 12 * grads.largest
-
-
-CODEC = Int8Compression

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megalite.core.mesh import collectives
 from megalite.core.optim.codec import Codec
-from megalite.core.options.compression import Compression
 
 
 class ExchangeCodec(Codec):
@@ -37,15 +34,3 @@ class ExchangeCodec(Codec):
     @abstractmethod
     def _add(self, total: Tensor, row: Tensor) -> None:
         """Add the code received from one rank to `total`, the sum of this rank's share."""
-
-
-@dataclass(frozen=True)
-class FractionCompression(Compression):
-    """`--compress NAME:F` with 0 < F <= 1."""
-
-    fraction: float
-
-    @classmethod
-    def read(cls, argument: str | None) -> Compression | None:
-        match = re.fullmatch(r"\d*\.?\d+(?:e-?\d+)?", argument or "")
-        return cls(float(match[0])) if match and 0 < float(match[0]) <= 1 else None

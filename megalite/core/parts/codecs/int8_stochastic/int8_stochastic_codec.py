@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from megalite.core.mesh.context import Axis
 from megalite.core.ops.mixing import mix_
-from megalite.core.optim.codec import BucketParam
-from megalite.core.options.compression import Gradients
-from megalite.core.parts.codecs.int8 import Int8, Int8Compression, quantize
+from megalite.core.parts.codecs.int8.int8_codec import Int8, quantize
 
 
 class StochasticInt8(Int8):
@@ -33,22 +27,3 @@ def noise(x: Tensor, rank: int) -> Tensor:
     # Of all bits, as one that differs is another gradient; a sum of integers does not depend on its order.
     seed = (mix_(x.view(torch.int32) ^ places).sum() + rank & 0x7FFFFFFF).int().view(1)
     return (mix_(mix_(seed) + places) & 0xFFFFFF).float() * 2.0**-24
-
-
-@dataclass(frozen=True)
-class StochasticInt8Compression(Int8Compression):
-    """`--compress int8-stochastic`."""
-
-    form = "int8-stochastic"
-    name = "int8-stochastic"
-
-    def codec(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> StochasticInt8:
-        return StochasticInt8(params, numel, axis, device)
-
-    def memory(self, grads: Gradients) -> tuple[int, int]:
-        # Besides what int8 takes, a bucket's random numbers and what they are made of.
-        kept, within = super().memory(grads)
-        return kept, within + 12 * grads.largest
-
-
-CODEC = StochasticInt8Compression
