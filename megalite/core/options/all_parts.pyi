@@ -5,6 +5,7 @@ from megalite.core.parts.options.latents import LatentOptions
 from megalite.core.parts.options.learned_positions import LearnedPositionOptions
 from megalite.core.parts.options.multi_token import MultiTokenOptions
 from megalite.core.parts.options.mup import MupOptions
+from megalite.core.parts.options.narrow_embeddings import NarrowEmbeddingOptions
 from megalite.core.parts.options.rope_options import RopeOptions
 
 class AllParts(
@@ -15,5 +16,6 @@ class AllParts(
     LearnedPositionOptions,
     MupOptions,
     MultiTokenOptions,
+    NarrowEmbeddingOptions,
     RopeOptions,
 ): ...
