@@ -218,13 +218,14 @@ class _Drawing:
             self.maybe(parts, "tie_embeddings", True)
         self.maybe(parts, "norm", "layernorm")
         if family != "gptj":
-            self.maybe(parts / 2, "norm_position", "post", "both")
+            self.maybe(parts / 2, "norm_position", "post", "both", "sum")
         self.maybe(parts / 2, "zero_centered_norm", True)
         self.maybe(parts / 2, "scale_embeddings", True)
-        if self.maybe(parts / 2, "parallel_residual", True):
+        if out.get("norm_position") != "sum" and self.maybe(parts / 2, "parallel_residual", True):
             self.maybe(0.4, "norm_position", "shared")
         self.maybe(parts / 2, "logit_softcap", 1.5)
         self.maybe(parts / 2, "embedding_norm", True)
+        self.maybe(parts / 2, "embedding_size", 24)
         self.maybe(parts, "activation", "gelu", "geglu", "gelu_tanh", "clamped_swiglu", "relu")
         for name in ("qkv_bias", "o_bias", "mlp_bias"):
             if name != "mlp_bias" or not self.biased():

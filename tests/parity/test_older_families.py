@@ -30,6 +30,8 @@ from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
 from tests.workers import WorkerPool
 
 FAMILIES, STEPS = ("opt", "bloom", "gpt_neo", "gptj"), 5
+# Of transformers' models: OPT-350M has norms of sums and embeddings that are projected.
+MODELS_OF_HF = (*FAMILIES, "opt_350m")
 # World -> layouts, one after the other on the same ranks.
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
@@ -82,9 +84,9 @@ def trained(
     return out
 
 
-CASES = [(world, family) for world in LAYOUTS for family in FAMILIES]
+CASES = [(world, family) for world in LAYOUTS for family in MODELS_OF_HF]
 # In one process each family.
-ALWAYS = [*CASES[:4], (2, "bloom"), (2, "gptj")]
+ALWAYS = [*CASES[: len(MODELS_OF_HF)], (2, "bloom"), (2, "gptj"), (2, "opt_350m")]
 
 
 @pytest.mark.parametrize("case", always_run(CASES, *ALWAYS), ids=lambda case: f"{case[1]}-of{case[0]}")
@@ -115,6 +117,7 @@ def packed(step: int) -> Rows:
 
 
 MODELS = [dataclasses.replace(tiny(family), init_std=0.1) for family in FAMILIES]
+OPT_350M = dataclasses.replace(MODELS[0], norm_position="sum", embedding_size=24)
 # Two query heads on each key head, a window and an output gate; and a module that predicts a further token, whose
 # output layer has a bias.
 BLOOM = dataclasses.replace(
@@ -136,30 +139,33 @@ RING, ALL_TO_ALL = (3, "ring", "selective"), (1, "a2a", "full")
 class TestOlderFamilies(Feature):
     strong = {
         ranks_of(4, tp=2, pp=2): [
-            (model, 1, more, {"loss_chunk": chunk}) for model, (more, chunk) in zip(MODELS, (SPLIT, BY_CHUNKS) * 2)
+            (model, 1, more, {"loss_chunk": chunk})
+            for model, (more, chunk) in zip((*MODELS, OPT_350M), (SPLIT, BY_CHUNKS, SPLIT, BY_CHUNKS, SPLIT))
         ],
         ranks_of(2, cp=2): [(BLOOM, 1, {"cp_comm": comm}, {"data": packed}) for comm in ("gather", "a2a")],
         ranks_of(4, tp=2, cp=2): [
             (model, zero, {"cp_comm": comm}, {"recompute": recompute})
-            for model, (zero, comm, recompute) in zip(MODELS, (RING, ALL_TO_ALL) * 2)
+            for model, (zero, comm, recompute) in zip((*MODELS, OPT_350M), (RING, ALL_TO_ALL, RING, ALL_TO_ALL, RING))
         ],
         ranks_of(2, pp=2): [(FURTHER, 1, {}, {})],
     }
     grid = {
         ranks_of(4, tp=2, pp=2): [
-            (model, 1, more, {"loss_chunk": chunk}) for model, (more, chunk) in zip(MODELS, (BY_CHUNKS, SPLIT) * 2)
+            (model, 1, more, {"loss_chunk": chunk})
+            for model, (more, chunk) in zip((*MODELS, OPT_350M), (BY_CHUNKS, SPLIT, BY_CHUNKS, SPLIT, BY_CHUNKS))
         ],
         ranks_of(4, tp=2, cp=2): [
             (model, zero, {"cp_comm": comm}, {"recompute": recompute})
             for model, (zero, comm, recompute) in zip(MODELS, (ALL_TO_ALL, RING) * 2)
         ],
-        ranks_of(4, tp=4): [(model, 2, {}, {}) for model in MODELS],
+        ranks_of(4, tp=4): [(model, 2, {}, {}) for model in (*MODELS, OPT_350M)],
         ranks_of(4, cp=4): [(model, 1, {"cp_comm": comm}, {}) for model in MODELS for comm in ("gather", "a2a+ring")],
     }
-    recomputed = {ranks_of(1): [(dropped(model), 1, {}, {}) for model in (BLOOM, tiny("gptj"))]}
+    recomputed = {ranks_of(1): [(dropped(model), 1, {}, {}) for model in (BLOOM, tiny("gptj"), OPT_350M)]}
     # ALiBi, and one norm for attention and feed-forward.
     compiled = [
-        (ranks_of(2, tp=2), (dataclasses.replace(model, num_layers=2), 1, {}, {})) for model in (BLOOM, tiny("gptj"))
+        (ranks_of(2, tp=2), (dataclasses.replace(model, num_layers=2), 1, {}, {}))
+        for model in (BLOOM, tiny("gptj"), OPT_350M)
     ]
     refused = [
         (functools.partial(dataclasses.replace, tiny(family)), options, {}, says)
@@ -172,6 +178,21 @@ class TestOlderFamilies(Feature):
                 "--norm-position shared without --parallel-residual: is one norm",
             ),
             ("gptj", {"tie_embeddings": True}, "--head-bias with --tie-embeddings: an output layer that shares its"),
+            (
+                "opt",
+                {"norm_position": "sum", "parallel_residual": True},
+                "--norm-position sum with --parallel-residual: norms each sum before the next sub-layer reads it",
+            ),
+            (
+                "opt",
+                {"embedding_size": 16, "mtp_num_layers": 1},
+                "--embedding-size 16 with --mtp-num-layers 1: embeddings of further tokens are not projected",
+            ),
+            (
+                "opt",
+                {"embedding_size": 16, "mup_base_width": 16},
+                "--embedding-size 16 with --mup-base-width 16: muP knows no rate for their projections",
+            ),
             ("bloom", {"seq_len": 70000}, "--seq-len 70000 with --position alibi: is longer than the 65536 positions"),
         )
     ]

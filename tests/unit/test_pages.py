@@ -88,11 +88,13 @@ def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 TINY = "--num-layers 2 --hidden-size 16 --num-heads 2 --num-kv-heads 2 --ffn-hidden-size 32 --eval-steps 1 --device cpu"
 START = r"(?:resumed|weights) from .*"
 # Run directory -> steps in place of those of the page.
-STEPS = {"base": 2, "continued": 4, "domain": 2, "sft": 2, "long": 2}
+STEPS = {"base": 2, "continued": 4, "domain": 2, "sft": 2, "stories": 3, "long": 2}
 
 
 @pytest.mark.full
-def test_the_stages_of_training(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stages_of_training(
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every command of the page, with a tiny model; each run starts from where the page says."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(DOCS.parent / "examples")
@@ -105,12 +107,14 @@ def test_the_stages_of_training(pool: WorkerPool, tmp_path: Path, monkeypatch: p
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 20)
     page = (DOCS / "stages.md").read_text()
     code = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)).replace("\\\n", " ")
-    trained = {}
+    trained, told = {}, ""
     for words in map(shlex.split, code.splitlines()):
         world, script = (int(words[2]), words[3:]) if words[0] == "torchrun" else (1, words[1:])
         if script[0] != "pretrain_gpt.py":
             assert words[0] == "megalite"
+            capsys.readouterr()
             find_main(script[0])(script[1:])
+            told += capsys.readouterr().out if script[0] == "generate" else ""
             continue
         name = Path(parse(script[1:]).config.run.run_dir).name
         # Ranks have a folder of their own.
@@ -123,6 +127,7 @@ def test_the_stages_of_training(pool: WorkerPool, tmp_path: Path, monkeypatch: p
     assert trained.keys() == STEPS.keys()
     shown = [without_numbers(line) for line in re.findall(rf"^    ({START})$", page, re.M)]
     assert sorted(shown) == sorted(line for lines in trained.values() for line in lines)
+    assert told.startswith("The Fox and the Crow")
     assert "<|im_start|>" in (tmp_path / "chat-model" / "chat_template.jinja").read_text()
 
 

@@ -19,7 +19,8 @@ from megalite.core.options.recompute import Extent
 class Block(nn.Module):
     """One transformer block: x -> x, both x_SBH (x_sBH with sequence parallelism).
 
-    Each sub-layer may have a norm before it and one after it; `NORM_NAMES` lists those that a model has.
+    Each sub-layer may have a norm before it and one after it, or after its sum with the residual; `NORM_NAMES` lists
+    those that a model has.
 
     Attributes:
         recomputed: what it recomputes in backward; all of it is up to the stage.
@@ -30,6 +31,7 @@ class Block(nn.Module):
         name, norms = f"layers.{index}", NORM_NAMES[layers.cfg.norm_position]
         self.parallel_residual = layers.cfg.parallel_residual
         self.shared_norm = layers.cfg.norm_position == "shared"
+        self.norms_sums = layers.cfg.norm_position == "sum"
         kind = layers.cfg.block_kind(index)
         mixer, feed_forward = MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]
         self.recomputed = layers.recompute.extent(index)
@@ -53,6 +55,10 @@ class Block(nn.Module):
     def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
         """Run the block; for the arguments see `Attention.forward`."""
         before_attention, after_attention, before_mlp, after_mlp = self._norms
+        if self.norms_sums:
+            attended = self.attention_dropout(self.self_attn(x_SBH, rope, documents, fwd), fwd)
+            x_SBH, _ = after_attention.add(attended, x_SBH)
+            return after_mlp.add(self.mlp_dropout(self.mlp(x_SBH, fwd), fwd), x_SBH)[0]
         shared = before_attention(x_SBH) if self.shared_norm else None
         read = before_attention(x_SBH) if shared is None else shared
         attended = after_attention(self.self_attn(read, rope, documents, fwd))

@@ -25,7 +25,8 @@ from megalite.core.tensor_parallel.loss import linear_cross_entropy, vocab_paral
 
 
 class GPTStage(nn.Module):
-    """The layers of one pipeline stage: embedding on the first, blocks, final norm and output layer on the last.
+    """The layers of one pipeline stage: embedding on the first, blocks, final norm and output layer on the last,
+    with projections of embeddings that are narrower than the blocks.
 
     Blocks that predict further tokens are on the last, with an embedding to look those up.
     Names of parameters in `named_parameters()` are their global names.
@@ -72,6 +73,8 @@ class GPTStage(nn.Module):
         self._hidden_size, self._dtype = cfg.hidden_size, layers.dtype
         if first:
             self.embed_tokens = layers.embedding("embed_tokens")
+            if cfg.embedding_size is not None:
+                self.embed_proj = layers.replicated("embed_proj")
             if (embedding := cfg.position_kind.embedding(layers)) is not None:
                 self.embed_positions = embedding
             if cfg.embedding_norm:
@@ -82,7 +85,10 @@ class GPTStage(nn.Module):
         self._predicting: list[PredictingBlock] = []
         self.mtp_losses: list[torch.Tensor | float] = [0.0] * cfg.mtp_num_layers
         if last:
-            self.norm = layers.norm("norm")
+            if cfg.last_norm:
+                self.norm = layers.norm("norm")
+            if cfg.embedding_size is not None:
+                self.head_proj = layers.replicated("head_proj")
             self.lm_head = LMHead(layers, loss_chunk, label_smoothing, z_loss)
             if first:
                 shared_embedding = self.embed_tokens.weight
@@ -131,6 +137,8 @@ class GPTStage(nn.Module):
         documents = batch.in_chunks(set(self._chunks))
         if self.first:
             x = self.embed_tokens(x)
+            if hasattr(self, "embed_proj"):
+                x = self.embed_proj(x)
             if hasattr(self, "embed_positions"):
                 x = self.embed_positions(x, batch.positions)
             if hasattr(self, "embed_norm"):
@@ -145,7 +153,10 @@ class GPTStage(nn.Module):
                 x = self._run(block, x, *sees, fwd)
         if not self.last:
             return x
-        x = self.norm(x)
+        if hasattr(self, "norm"):
+            x = self.norm(x)
+        if hasattr(self, "head_proj"):
+            x = self.head_proj(x)
         loss = self.lm_head(x, batch, fwd)
         for k, (block, sees, further) in enumerate(zip(self._predicting, seen[len(self._blocks) :], batch.further)):
             fwd = replace(fwd, router_weights_SB=further.router_weights_SB)
@@ -173,13 +184,10 @@ class GPTStage(nn.Module):
 
     def chains(self) -> list[list[nn.Module]]:
         """List `units` in chains: in each, a pass runs one after the other."""
-        ends = ("norm", "lm_head") if self.last else ()
-        starts = ("embed_tokens", "embed_positions", "embed_norm") if self.first else ()
-        chain = [
-            *(getattr(self, name) for name in starts if hasattr(self, name)),
-            *self._blocks,
-            *(getattr(self, name) for name in ends),
-        ]
+        ends = ("norm", "head_proj", "lm_head") if self.last else ()
+        starts = ("embed_tokens", "embed_proj", "embed_positions", "embed_norm") if self.first else ()
+        start, end = ([getattr(self, name) for name in names if hasattr(self, name)] for names in (starts, ends))
+        chain = [*start, *self._blocks, *end]
         # Between two of these the output layer runs again.
         apart = [self.mtp_embed_tokens, *self._predicting] if self._predicting else []
         return [chain, *([unit] for unit in apart)]

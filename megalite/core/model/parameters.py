@@ -25,27 +25,35 @@ NORM_NAMES = {
         "post_feedforward_layernorm",
     ),
     "shared": ("input_layernorm", "", "", ""),
+    "sum": ("", "attention_sum_layernorm", "", "feedforward_sum_layernorm"),
 }
 
 
 @lru_cache(maxsize=16)
 def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     """List every parameter of the model, whatever the layout. Matrices are [out, in]; q|k|v and gate|up are packed."""
-    hidden = cfg.hidden_size
+    hidden, width = cfg.hidden_size, cfg.embedding_width
     vocab = cfg.vocab
     std = cfg.init_std
     specs: list[ParamSpec] = []
 
     def vocabulary(name: str, **options: Any) -> None:
         rows = (("tp", 0),)
-        specs.append(ParamSpec(name, (vocab, hidden), rows, padded=True, std=std, decoupled_lr=True, **options))
+        specs.append(ParamSpec(name, (vocab, width), rows, padded=True, std=std, decoupled_lr=True, **options))
+
+    def projection(name: str, out: int, inner: int) -> None:
+        # Every rank holds all of it, and sees a part of the sequence.
+        if cfg.embedding_size is not None:
+            specs.append(ParamSpec(f"{name}.weight", (out, inner), std=std, partial=("sequence",)))
 
     vocabulary("embed_tokens.weight")
+    projection("embed_proj", hidden, width)
     specs.extend(cfg.position_kind.specs(cfg))
     specs.extend(norm(cfg, "embed_norm") if cfg.embedding_norm else [])
     for i in range(cfg.num_layers):
         specs.extend(_block(cfg, i))
-    specs.extend(norm(cfg, "norm"))
+    specs.extend(norm(cfg, "norm") if cfg.last_norm else [])
+    projection("head_proj", width, hidden)
     vocabulary("lm_head.weight", readout=True, tied_to="embed_tokens.weight" if cfg.tie_embeddings else None)
     if cfg.head_bias:
         options: dict[str, Any] = {"padded": True, "init": "zeros", "weight_decay": False, "decoupled_lr": True}

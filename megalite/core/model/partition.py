@@ -56,8 +56,11 @@ def block_work(cfg: ModelConfig, kind: BlockKind) -> BlockWork:
 
 
 def head_work(cfg: ModelConfig) -> int:
-    """Count the multiply-adds of one token in the output layer, with the vocabulary as it is (no padding)."""
-    return cfg.vocab * cfg.hidden_size
+    """Count the multiply-adds of one token in the output layer, with the vocabulary as it is (no padding), and in the
+    projections of embeddings, if they have any.
+    """
+    width = cfg.embedding_width
+    return cfg.vocab * width + (0 if cfg.embedding_size is None else 2 * width * cfg.hidden_size)
 
 
 def mtp_work(cfg: ModelConfig) -> BlockWork:

@@ -9,6 +9,7 @@ from megalite.core.parts.options.expert_options import ExpertOptions
 from megalite.core.parts.options.latents import LatentOptions
 from megalite.core.parts.options.multi_token import MultiTokenOptions
 from megalite.core.parts.options.mup import MupOptions
+from megalite.core.parts.options.narrow_embeddings import NarrowEmbeddingOptions
 from megalite.core.parts.positions.learned import LearnedPositionOptions
 from megalite.core.parts.positions.rope import RopeOptions
 from megalite.core.parts.update.ademamix import AdEMAMixOptions
@@ -25,6 +26,7 @@ class ModelParts(
     LearnedPositionOptions,
     MupOptions,
     MultiTokenOptions,
+    NarrowEmbeddingOptions,
     RopeOptions,
 ): ...
 class OptimParts(AdEMAMixOptions, MuonOptions, WsdOptions): ...

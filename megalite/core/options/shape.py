@@ -44,9 +44,10 @@ class ModelShape:
     """Normalization layer."""
     norm_eps: float = 1e-5
     """Epsilon under the square root of the normalization."""
-    norm_position: Literal["pre", "post", "both", "shared"] = "pre"
+    norm_position: Literal["pre", "post", "both", "shared", "sum"] = "pre"
     """Normalize the input of each sub-layer (pre), its output before the residual is added (post; OLMo 2), both
-    (Gemma), or with --parallel-residual the input of both sub-layers once (shared; GPT-J)."""
+    (Gemma), with --parallel-residual the input of both sub-layers once (shared; GPT-J), or the sum of residual and
+    output, without a norm behind the last block (sum; OPT-350M)."""
     zero_centered_norm: bool = False
     """Scale by 1 + weight in norms (Gemma)."""
     position: Annotated[str, Choices(POSITIONS)] = "rope"
@@ -137,6 +138,11 @@ class ModelShape:
         return POSITIONS[self.position]
 
     @property
+    def last_norm(self) -> bool:
+        """Whether a norm follows the last block: norms of sums end that block itself."""
+        return self.norm_position != "sum"
+
+    @property
     def gated(self) -> bool:
         return self.activation_kind.gated
 
@@ -173,6 +179,12 @@ class ModelShape:
             "--norm-position shared without --parallel-residual",
             "is one norm of what both sub-layers read",
             "give --parallel-residual, or --norm-position pre",
+        )
+        require(
+            self.norm_position != "sum" or not self.parallel_residual,
+            "--norm-position sum with --parallel-residual",
+            "norms each sum before the next sub-layer reads it",
+            "drop one of the two",
         )
         require(
             not (self.head_bias and self.tie_embeddings),

@@ -161,7 +161,10 @@ def _precision(file: ToolFile) -> None:
             file.set(name, value, f"fp16.{name}", default=value == _SCALER[name])
     if (sent := file.pop("communication_data_type")) is not None:
         if sent in ("fp16", "float16", "half"):
-            file.refuse("communication_data_type", sent, "gradients are reduced in fp32 or bf16", "use bf16")
+            file.set("grad_reduce_dtype", "fp32", "communication_data_type")
+            file.notes.append(
+                f"communication_data_type {sent}: gradients are reduced in fp32; --grad-reduce-dtype bf16 halves that"
+            )
         else:
             names = {"float32": "fp32", "bfloat16": "bf16", "bfp16": "bf16"}
             file.set("grad_reduce_dtype", names.get(sent, sent), "communication_data_type")

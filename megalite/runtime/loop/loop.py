@@ -23,6 +23,7 @@ from megalite.runtime.loop.rewind import rewind
 from megalite.runtime.loop.run import Run, keep_copy, save
 from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.names import step_folders
+from megalite.runtime.record.device_report import DeviceReport
 from megalite.runtime.record.fp8_amax import Fp8Amax
 from megalite.runtime.record.step_record import log_batch_size, step_record
 from megalite.runtime.record.tensor_stats import TensorStats
@@ -48,6 +49,7 @@ class Progress:
 
     Attributes:
         stragglers: compares the ranks' own times.
+        devices: puts the ranks' devices together.
         fp8_amax: follows the inputs of FP8 products.
         experts: warns of experts that nobody uses.
         tensors: statistics of `--tensor-stats`, and what was not finite first.
@@ -61,6 +63,7 @@ class Progress:
     """
 
     stragglers: StragglerReport
+    devices: DeviceReport
     fp8_amax: Fp8Amax
     experts: ExpertWatch
     tensors: TensorStats
@@ -111,8 +114,9 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     if not run.recovered:
         log_plan(run)
     engine = run.engine
-    watches = StragglerReport(engine.ctx), Fp8Amax(engine), ExpertWatch(engine.cfg.model), TensorStats(engine)
-    progress = Progress(*watches, run.step, saved_at, stop=run.only_saves, started=run.companion.began)
+    watches = StragglerReport(engine.ctx), DeviceReport(engine.ctx, run.gpu), Fp8Amax(engine)
+    watched = ExpertWatch(engine.cfg.model), TensorStats(engine)
+    progress = Progress(*watches, *watched, run.step, saved_at, stop=run.only_saves, started=run.companion.began)
     progress.gradients = LocalGradients(engine) if run.copies else None
     with closing(PeriodicCollector()) as garbage:
         catch_up(run, progress)
@@ -175,6 +179,7 @@ def log_best(run: Run) -> None:
     with contextlib.suppress(OSError):
         for loss, name in ranked(FolderPlace(root), [path.name for _, path in step_folders(root)])[:1]:
             logger.info(f"the lowest validation loss of the checkpoints that are kept is {loss:.4f}: {root / name}")
+            run.metrics.best(root / name, loss)
 
 
 def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
@@ -221,6 +226,8 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
         run.metrics.event("straggler", step=step, rank=rank, own_seconds=own, peers_seconds=usual)
         if engine.ctx.rank == 0:
             logger.warning(f"rank {rank} is slow: {own:.3f} s per step of its own work, its peers {usual:.3f} s")
+    if devices := progress.devices.end():
+        run.metrics.event("devices", step=step, **devices)
     return result, record
 
 

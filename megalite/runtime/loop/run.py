@@ -54,7 +54,7 @@ class Run:
         checkpointer: saves of this run.
         recorder: times of pipeline operations, in the steps that `--record-schedule` names.
         profiler: profiler of `--profile` and `--memory-snapshot`.
-        gpu: readings of rank 0's GPU.
+        gpu: readings of this rank's GPU.
         meta: what every checkpoint records about the run besides its state (config, hashes).
         heartbeat: reports to the watchdog where this rank is.
         spikes: decides which loss is a spike.

@@ -101,6 +101,12 @@ class MetricsLogger:
         if "step" in fields:
             self._track({f"{name}/{k}": v for k, v in fields.items() if k != "step"}, int(fields["step"]))
 
+    def best(self, path: Path, loss: float) -> None:
+        """Name a checkpoint the one of the lowest validation loss, where a tracker has a place for it."""
+        if self._active:
+            for tracker in self._trackers:
+                tracker.best(path, loss)
+
     def close(self) -> None:
         """Close the bar, the trackers (within their time limit) and the file. May be called more than once."""
         if not self._active:

@@ -24,10 +24,13 @@ _QUEUE_LENGTH = 100_000
 
 
 class Tracker(NamedTuple):
-    """Functions that record the values of a step, and finish."""
+    """Functions that record the values of a step, and finish, and one that names a checkpoint the best: its folder and
+    its validation loss.
+    """
 
     log: Callable[[dict[str, float], int], object]
     close: Callable[[], object]
+    best: Callable[[Path, float], object] = lambda path, loss: None
 
 
 class BackgroundTracker:
@@ -40,7 +43,7 @@ class BackgroundTracker:
 
     def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
         self.name, self._start = name, start
-        self._items: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(_QUEUE_LENGTH)
+        self._items: queue.Queue[Callable[[Tracker], object] | None] = queue.Queue(_QUEUE_LENGTH)
         self._stopped = threading.Event()
         self._giving_up = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"megalite-{name}", daemon=True)
@@ -50,7 +53,7 @@ class BackgroundTracker:
         try:
             tracker = self._start()
             while (item := self._items.get()) is not None:
-                tracker.log(*item)
+                item(tracker)
             tracker.close()
         except Exception as e:  # whatever a tracker does, the run continues
             self._give_up(f"{type(e).__name__}: {' '.join(str(e).split())}")
@@ -64,10 +67,17 @@ class BackgroundTracker:
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Queue the values of a step."""
+        self._put(lambda tracker: tracker.log(values, step))
+
+    def best(self, path: Path, loss: float) -> None:
+        """Queue the best checkpoint."""
+        self._put(lambda tracker: tracker.best(path, loss))
+
+    def _put(self, item: Callable[[Tracker], object]) -> None:
         if self._stopped.is_set():
             return
         try:
-            self._items.put_nowait((values, step))
+            self._items.put_nowait(item)
         except queue.Full:
             self._give_up(f"the last {_QUEUE_LENGTH} lines are still waiting")
 
@@ -114,7 +124,16 @@ def wandb_tracker(run_dir: Path, project: str, config: dict[str, Any]) -> Tracke
         run = start(mode="offline")
     if why:
         logger.info(f"wandb: {why}; recording offline in {run_dir / 'wandb'} (upload later: wandb sync)")
-    return Tracker(run.log, run.finish)
+
+    def best(path: Path, loss: float) -> None:
+        # A reference: the files stay where they are.
+        artifact = wandb.Artifact(
+            f"checkpoint-{run.id}", "model", metadata={"checkpoint": path.name, "valid_loss": loss}
+        )
+        artifact.add_reference(path.resolve().as_uri(), checksum=False)
+        run.log_artifact(artifact, aliases=["best"])
+
+    return Tracker(run.log, run.finish, best)
 
 
 def _import(module: str, flag: str) -> Any:

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megalite.core.base.dtypes import DTYPES
 from megalite.core.base.log import logger, setup_logging
 from megalite.core.engine import Engine
@@ -262,7 +260,7 @@ def make_run(
         checkpointer=checkpointer,
         recorder=recorder,
         profiler=profiler,
-        gpu=GpuReadings(ctx.device if ctx.rank == 0 else torch.device("cpu")),
+        gpu=GpuReadings(ctx.device),
         meta=meta,
         heartbeat=heartbeat,
         spikes=spikes,

@@ -76,6 +76,12 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt": ("opt", {**_LONG, "ffn_dim": 48, "init_std": 0.1, "pad_token_id": None}),
     "opt_unbiased": ("opt", {**_LONG, "ffn_dim": 40, "enable_bias": False, "tie_word_embeddings": False}),
+    # Norms of sums, and embeddings that are projected.
+    "opt_350m": (
+        "opt",
+        {**_LONG, "ffn_dim": 48, "init_std": 0.1, "pad_token_id": None}
+        | {"do_layer_norm_before": False, "word_embed_proj_dim": 12},
+    ),
     "gpt_neo": ("gpt_neo", _NEO),
     "gpt_neo_types": (
         "gpt_neo",

@@ -615,9 +615,7 @@ LAYER_TYPES = ["linear_attention", "full_attention", "full_attention", "linear_a
         ("gpt_oss", "swiglu_limit", 6.0, "megalite computes 7.0"),
         ("gpt_oss", "attention_dropout", 0.1, "megalite computes 0.0"),
         ("qwen3_next", "layer_types", LAYER_TYPES, "megalite computes"),
-        # OPT-350M
-        ("opt", "do_layer_norm_before", False, "megalite computes True"),
-        ("opt", "word_embed_proj_dim", 16, "differs from hidden_size 32"),
+        ("opt", "_remove_final_layer_norm", True, "megalite computes False"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(models: Any, case: str, key: str, value: Any, says: str) -> None:
@@ -686,6 +684,10 @@ HUB: dict[str, dict[str, Any]] = {
     | {"do_layer_norm_before": True, "ffn_dim": 3072, "hidden_size": 768, "init_std": 0.02, "layerdrop": 0.0}
     | {"max_position_embeddings": 2048, "num_attention_heads": 12, "num_hidden_layers": 12, "vocab_size": 50272}
     | {"word_embed_proj_dim": 768},
+    "opt-350m": {"model_type": "opt", "activation_function": "relu", "attention_dropout": 0.0, "dropout": 0.1}
+    | {"do_layer_norm_before": False, "ffn_dim": 4096, "hidden_size": 1024, "init_std": 0.02, "layerdrop": 0.0}
+    | {"max_position_embeddings": 2048, "num_attention_heads": 16, "num_hidden_layers": 24, "vocab_size": 50272}
+    | {"word_embed_proj_dim": 512},
     "bloom-560m": {"model_type": "bloom", "attention_dropout": 0.0, "hidden_dropout": 0.0, "n_embed": 1024}
     | {"layer_norm_epsilon": 1e-05, "n_inner": None, "n_layer": 24, "num_attention_heads": 16, "offset_alibi": 100}
     | {"pretraining_tp": 1, "seq_length": 2048, "skip_bias_add": True, "vocab_size": 250880},

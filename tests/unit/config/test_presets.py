@@ -44,6 +44,8 @@ def formula(preset: str, m: ModelConfig) -> int:
         block = (h * 3 * h + 3 * h) + (h * h + h) + (h * f + f) + (f * h + h) + 2 * 2 * h
         positions = {"gpt2": 1024 * (m.seq_len // 1024), "opt": 2048 + 2, "gpt_neox": vocab}[arch]
         embeddings = (vocab + positions) * h
+        if preset == "opt-350m":  # embeddings of 512, two projections, and no last norm
+            return layers * block + vocab * 512 + positions * h + 2 * 512 * h
         return layers * block + embeddings + 2 * h
     block = h * (q + 2 * kv) + q * h + 3 * h * f + 2 * h
     block += {"qwen2": q + 2 * kv, "qwen3": 2 * m.head_size}.get(arch, 0)
@@ -95,15 +97,18 @@ def test_total_and_active(preset: str, total: int, active: int) -> None:
     assert (count(m), active_parameters(m)) == (EXACT[preset], ACTIVE[preset]) == (total, active)
 
 
+LOOKED_UP = ("embed_tokens.", "embed_positions.")
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_token_meets_and_multiplies_the_same_parameters(preset: str) -> None:
     """FLOPs of products are 6 for each parameter of a matrix that a token meets, the embedding apart."""
     m = model(preset)
     assert active_parameters(m) == ACTIVE.get(preset, count(m))
-    apart = sum(s.numel for s in param_map(m).values() if len(s.shape) == 1 or s.name.startswith("embed_"))
+    apart = sum(s.numel for s in param_map(m).values() if len(s.shape) == 1 or s.name.startswith(LOOKED_UP))
     of_experts = sum(s.numel for s in param_map(m).values() if ".experts." in s.name and not s.matrix)
     apart += of_experts * m.moe_topk // (m.num_experts or 1)
-    tied = m.vocab * m.hidden_size if m.tie_embeddings else 0
+    tied = m.vocab * m.embedding_width if m.tie_embeddings else 0
     flops = flops_per_token(m)
     assert flops.matrices + flops.head == 6 * (active_parameters(m) - apart + tied)
 
@@ -151,6 +156,7 @@ def test_text_part_of_gemma_3(preset: str) -> None:
         # Values that the count does not see, from the models' config.json.
         ("gpt2-124m", {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "positions": 1024}),
         ("gpt-neox-20b", {"rotary_dim": 24, "activation": "gelu_tanh", "parallel_residual": True, "norm_eps": 1e-5}),
+        ("opt-350m", {"norm_position": "sum", "last_norm": False, "embedding_width": 512, "ffn_size": 4096}),
         ("opt-1.3b", {"position_offset": 2, "activation": "relu", "norm_eps": 1e-5, "positions": 2048}),
         ("bloom-7b1", {"position": "alibi", "key_size": 136, "activation": "gelu_tanh", "embedding_norm": True}),
         ("gpt-neo-2.7b", {"attention_scale": 1.0, "window": 256, "qkv_bias": False, "o_bias": True}),

@@ -15,6 +15,7 @@ from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.base.collector import PeriodicCollector
 from megalite.runtime.loop.loop import fit
 from megalite.runtime.options import cli
+from megalite.runtime.record.trackers import BackgroundTracker, Tracker
 from megalite.runtime.start.start import open_run
 
 RUN = [
@@ -161,3 +162,22 @@ def test_a_run_ends_with_a_save_at_an_interval(tmp_path: Path) -> None:
     )
     assert one == other
     assert len({lr for _, lr, _ in one}) == 5
+
+
+def test_what_a_run_says_of_its_best_checkpoint_and_of_its_devices(data: str, tmp_path: Path) -> None:
+    """A tracker hears of the best at the end, once; a line has what all ranks' devices did in twenty steps."""
+    flags = ["--data", data, "--split", "90,10", "--train-steps", "20", "--eval-every", "10", "--save-every", "10"]
+    command = [*RUN, *flags, "--keep-best", "1", "--run-dir", str(tmp_path)]
+    named: list[tuple[str, float]] = []
+    with open_run(cli.parse(command).config, ParallelContext.single()) as run:
+        tracker = Tracker(lambda values, step: None, lambda: None, lambda path, loss: named.append((path.name, loss)))
+        run.metrics._trackers.append(BackgroundTracker("heard", lambda: tracker))
+        fit(run)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = {f"step_{line['step']:08d}": line["loss"] for line in lines if line.get("event") == "eval"}
+    assert len(losses) == 2
+    assert named == [min(losses.items(), key=lambda item: item[1])]
+    (devices,) = (line for line in lines if line.get("event") == "devices")
+    assert devices["step"] == 20
+    assert [len(devices[name]) for name in ("memory_gib", "cpu_utilization")] == [1, 1]
+    assert devices["cpu_utilization"][0] > 0

@@ -358,13 +358,19 @@ metrics = MetricsLogger(Path(sys.argv[1]), 0, 2, 1, False, "megalite-test", {"lr
 for step in (1, 2):
     metrics.step({"step": step, "loss": 1.0})
 metrics.event("eval", step=2, loss=1.5)
+metrics.best(Path(sys.argv[1]) / "checkpoints/step_00000002", 1.5)
 metrics.close()
 """
+
+
+_BEST = "checkpoints/step_00000002"
 
 
 def _wandb_run(run_dir: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """A run in a process of its own, without this machine's keys and settings."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    (run_dir / _BEST).mkdir(parents=True)
+    (run_dir / _BEST / "COMMIT").write_text("x")
     clean |= {"HOME": str(run_dir), "NETRC": str(run_dir / "netrc"), **env}
     command = [sys.executable, "-c", _WANDB_RUN, str(run_dir)]
     return subprocess.run(command, env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
@@ -382,6 +388,9 @@ def test_wandb_without_a_key_records_offline(tmp_path: Path) -> None:
     record = _offline_values(tmp_path)
     assert b"train/loss" in record
     assert b"eval/loss" in record
+    # The best checkpoint, by reference: its files, their place and its alias.
+    for word in ("checkpoint-", "\x04best", f"{(tmp_path / _BEST).as_uri()}/COMMIT", '{"checkpoint":"step_00000002"'):
+        assert word.encode() in record, word
     assert len(lines(tmp_path)) == 3
 
 

@@ -33,7 +33,11 @@ def _products(cfg: Config) -> list[tuple[int, int, int]]:
     q, kv = m.num_heads * m.head_size, m.kv_heads * m.head_size
     shapes = [(q + 2 * kv, m.hidden_size), (m.hidden_size, q)]
     shapes += [((2 if m.gated else 1) * m.ffn_size, m.hidden_size), (m.hidden_size, m.ffn_size)]
-    shapes += [(vocab_rows(cfg), m.hidden_size), (shapes[0][0] // 2, m.hidden_size), (m.hidden_size, m.ffn_size // 2)]
+    shapes += [
+        (vocab_rows(cfg), m.embedding_width),
+        (shapes[0][0] // 2, m.hidden_size),
+        (m.hidden_size, m.ffn_size // 2),
+    ]
     return [(n * m.seq_len, out, inner) for n in SAMPLES for out, inner in shapes]
 
 

@@ -96,11 +96,16 @@ def mask_bytes(cfg: Config) -> int:
 
 
 def embedding_bytes(cfg: Config) -> int:
-    """Compute the bytes that the first stage keeps per micro-batch before its blocks: a dropout mask, what a norm of
-    embeddings reads, and its statistics.
+    """Compute the bytes that the first stage keeps per micro-batch before its blocks: a dropout mask, embeddings that
+    are projected, what a norm of embeddings reads, and its statistics.
     """
     normed = residual_bytes(cfg) + _statistic(cfg).bytes * cfg.model.norm_kind.statistics
-    return mask_bytes(cfg) + normed * cfg.model.embedding_norm
+    return mask_bytes(cfg) + narrow_bytes(cfg) + normed * cfg.model.embedding_norm
+
+
+def narrow_bytes(cfg: Config) -> int:
+    """Compute the bytes of a micro-batch at the narrow side of a projection of embeddings; 0 without one."""
+    return element_size(cfg) * residual_rows(cfg) * (cfg.model.embedding_size or 0)
 
 
 def _statistic(cfg: Config) -> SavedTensor:
@@ -116,7 +121,8 @@ def _on_residual(cfg: Config, name: str) -> SavedTensor:
 def _residual_stream(cfg: Config) -> list[SavedTensor]:
     """List inputs and outputs of the norms, their statistics, and dropout masks."""
     m = cfg.model
-    if m.norm_position == "post":  # what a norm puts out is added to the residual and dropped
+    # What a norm of outputs puts out is added to the residual and dropped; that of a sum is the next input.
+    if m.norm_position in ("post", "sum"):
         names = ["input of the block", "input of the norm after attention"]
         names += ["residual before the MLP", "input of the norm after the MLP"]
     elif m.norm_position == "shared":

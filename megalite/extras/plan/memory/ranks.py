@@ -28,6 +28,7 @@ from megalite.extras.plan.memory.activations import (
     embedding_bytes,
     gathered_bytes,
     mtp_bytes,
+    narrow_bytes,
     recomputed_bytes,
 )
 from megalite.extras.plan.memory.fp8 import code_bytes, coded_units
@@ -227,7 +228,8 @@ def _stages_bytes(cfg: Config, layers: tuple[range, ...]) -> list[_StageBytes]:
     m = cfg.model
     end = len(layers) - 1
     offloads = cfg.train.offload == "activations"
-    last = 2 * residual_bytes(cfg) + m.mtp_num_layers * mtp_bytes(cfg)  # the final norm keeps its input and output
+    # The final norm keeps its input; what reads its output that, and the output layer its own input.
+    last = (1 + m.last_norm) * residual_bytes(cfg) + narrow_bytes(cfg) + m.mtp_num_layers * mtp_bytes(cfg)
     of = cache(partial(_BlockBytes.of, cfg))
     out = []
     for stage, counts in enumerate(count_blocks(m, cfg.train.recompute, layers)):

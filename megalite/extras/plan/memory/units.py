@@ -56,10 +56,11 @@ def names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[
     for stage in held:
         names = [f"layers.{i}" for i in layers[stage]]
         if stage == 0:
-            names = ["embed_tokens", "embed_positions", "embed_norm", *names]
+            names = ["embed_tokens", "embed_proj", "embed_positions", "embed_norm", *names]
         if stage == len(layers) - 1:
             # Both uses of an embedding on one rank are one parameter.
-            names += ["norm"] if cfg.model.tie_embeddings and 0 in held else ["norm", "lm_head"]
+            names += ["norm", "head_proj"]
+            names += [] if cfg.model.tie_embeddings and 0 in held else ["lm_head"]
             names += [] if 0 in held else ["mtp_embed_tokens"]
             names += [f"layers.{i}" for i in cfg.model.mtp_layers]
         out.append(names)

@@ -245,17 +245,21 @@ def _elementwise(load: Workload, kind: BlockKind) -> float:
 
 @lru_cache(maxsize=8192)
 def head_time(load: Workload, rows: int) -> Block:
-    """Compute the time of the output layer and the loss.
+    """Compute the time of the output layer and the loss, with the projections of embeddings, if they have any.
 
     Args:
         rows: rows of the vocabulary on this rank.
     """
     x = load.tokens
-    h = load.model.hidden_size
+    h = load.model.embedding_width
     rates = load.rates
     once = load.over_tp
     loss = 24 * x * rows / rates.memory * rates.element / 2
     gemm, back = rates.gemm(x, rows, h), rates.gemm(x, h, rows) + rates.gemm(rows, h, x)
+    if load.model.embedding_size is not None:
+        own = x // (load.tp if load.sequence_parallel else 1)
+        for n, k in ((load.model.hidden_size, h), (h, load.model.hidden_size)):
+            gemm, back = gemm + rates.gemm(own, n, k), back + rates.gemm(own, k, n) + rates.gemm(n, k, own)
     # The loss gathers three numbers per token. With sequence parallelism the input is gathered in both passes.
     gathers = 1 if load.sequence_parallel else 0
     traffic = gathers * once + rates.ring(12 * load.tp * x, load.tp, 1), 2 * once

@@ -83,7 +83,7 @@ def _again(cfg: Config, first: bool, last: bool) -> tuple[int, int]:
     heads = last + modules
     embeddings = first + modules * (not tied or cfg.parallel.zero_keep == "none")
     own = max(embeddings > 0, heads > 0) if tied else (embeddings > 0) + (heads > 0)
-    table = vocab_rows(cfg) * cfg.model.hidden_size
+    table = vocab_rows(cfg) * cfg.model.embedding_width
     return (embeddings + heads - own) * table, (heads - own) * table
 
 

@@ -233,7 +233,7 @@ def _message(load: Workload, world: int) -> float:
 def _tied(cfg: Config, rates: Rates) -> float:
     if not (cfg.model.tie_embeddings or cfg.model.mtp_layers) or cfg.parallel.pp == 1:
         return 0.0
-    return 2 * rates.ring(4 * vocab_rows(cfg) * cfg.model.hidden_size, 2, cfg.parallel.tp * rates.domain)
+    return 2 * rates.ring(4 * vocab_rows(cfg) * cfg.model.embedding_width, 2, cfg.parallel.tp * rates.domain)
 
 
 def _optimizer(cfg: Config, rates: Rates, replicas: list[Replicas], matrices: Sequence[Placed]) -> float:

@@ -219,6 +219,17 @@ def test_three_batch_sizes_must_multiply_up(ds: Any) -> None:
         batch(30, None, 2)
 
 
+@pytest.mark.parametrize("name", ["fp16", "float16", "half"])
+def test_gradients_that_a_file_sends_in_fp16_are_reduced_in_fp32(
+    ds: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = {"communication_data_type": name, "fp16": {"enabled": True}}
+    assert ds(tree).train.grad_reduce_dtype == "fp32"
+    (line,) = [message for message in caplog.messages if "communication_data_type" in message]
+    assert f"communication_data_type {name}: gradients are reduced in fp32; --grad-reduce-dtype bf16" in line
+    assert ds(tree, "--grad-reduce-dtype", "bf16").train.grad_reduce_dtype == "bf16"
+
+
 def test_a_default_of_deepspeed_gives_way_to_what_accelerate_says(accelerate: Any, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
     block = {"deepspeed_config_file": str(tmp_path / "ds.json")}
@@ -314,7 +325,6 @@ def test_zero_2_with_pipelines_is_accepted_with_its_cost(ds: Any, caplog: pytest
             'scheduler.type "OneCycle": must be WarmupLR',
         ),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled true: fp16.enabled is true as well"),
-        ({"communication_data_type": "fp16"}, "gradients are reduced in fp32 or bf16"),
         ({"gradient_allreduce_op": "sum"}, "gradients are those of the mean"),
         ({"amp": {"enabled": True}}, "amp.enabled true: megalite has nothing like it; drop amp"),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "write offload_optimizer with device cpu"),

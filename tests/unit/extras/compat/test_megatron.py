@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from megalite.core.base.errors import UserError
+from megalite.core.model.parameters import param_map
 from megalite.core.options.lr import LR_DECAYS
 from megalite.core.options.rates import describe_warmup, rates_at
 from megalite.core.options.rope import RopeScaling
+from megalite.core.sharding import count_parameters
 from megalite.extras.compat import megatron as aliases
 from megalite.extras.compat import megatron_defaults, refusals, trainer
 from megalite.extras.compat.dialect import DIALECT
@@ -667,6 +669,33 @@ def test_what_a_command_in_their_words_leaves_out(
     told = [line for line in caplog.messages if "as in Megatron-LM, --" in line]
     assert len(told) == (expected.get("hidden_dropout") != 0.0 or "--hidden-dropout" in argv)
     assert all("--eval-every 0 (there 1000)" in line and "--no-tie" not in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parameters"),
+    [
+        # As Megatron-LM's examples/gpt3 has them; counts are those of Narayanan et al. 2021, equation 2, with biases of
+        # norms: V h + S h + 12 L h^2 + 13 L h + 2 h.
+        ("--num-layers 24 --hidden-size 1024 --num-attention-heads 16", 24 * (12 * 1024**2 + 13 * 1024) + 53250 * 1024),
+        (
+            "--num-layers 96 --hidden-size 12288 --num-attention-heads 96",
+            96 * (12 * 12288**2 + 13 * 12288) + 53250 * 12288,
+        ),
+    ],
+)
+def test_the_scripts_of_gpt_count_as_there(sizes: str, parameters: int) -> None:
+    words = f"{sizes} --seq-length 2048 --max-position-embeddings 2048 --attention-backend auto --vocab-size 51200"
+    model = config(*words.split(), "--micro-batch-size", "1", "--tensor-model-parallel-size", "8").model
+    assert (model.arch, model.position, model.norm, model.activation) == ("gpt2", "learned", "layernorm", "gelu_tanh")
+    assert (model.tie_embeddings, model.qkv_bias, model.hidden_dropout) == (True, True, 0.1)
+    assert count_parameters(param_map(model)) == parameters
+    if model.num_layers == 96:
+        assert parameters / 1e9 == pytest.approx(174.6, abs=0.05)
+
+
+def test_no_iterations_of_evaluation_are_none() -> None:
+    run = config("--eval-iters", "0", "--eval-interval", "5").run
+    assert (run.eval_steps, run.eval_every, run.evaluates) == (0, 5, False)
 
 
 def test_the_model_of_a_command_in_their_words_is_read_back(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ FAMILIES = {
     "gpt2": jobs.gpt2(**SHAPE),
     "bloom": jobs.gpt2(**SHAPE, position="alibi", embedding_norm=True),
     "gptj": jobs.gpt2(**SHAPE, norm_position="shared", parallel_residual=True, head_bias=True, tie_embeddings=False),
+    "sums": jobs.gpt2(**SHAPE, norm_position="sum", embedding_size=48),
     "relu": jobs.gpt2(**SHAPE, activation="relu"),
     # Four norms, q/k norms, bounded scores, masks; dropout in both places.
     "olmo2": jobs.llama(**SHAPE, norm_position="post", qk_norm="full"),
@@ -51,7 +52,7 @@ LAYOUTS = [(1, False), (2, True), (2, False)]
 CASES = [
     *product(("llama", "gpt2"), (1, 3), ("none", "selective", "full"), LAYOUTS, ("bf16",)),
     *product(
-        ("olmo2", "gemma2", "dropout", "documents", "chunks", "relu", "bloom", "gptj"),
+        ("olmo2", "gemma2", "dropout", "documents", "chunks", "relu", "bloom", "gptj", "sums"),
         (1,),
         ("none", "selective"),
         LAYOUTS[:1],
