@@ -153,15 +153,16 @@ def test_pairs_become_tokens(tmp_path: Path) -> None:
 
 def test_metrics(tmp_path: Path) -> None:
     names = ("acc", "acc_norm", "acc_bytes", "exact_match")
-    task = read_task(written(tmp_path, metric_list=[{"metric": name} for name in names]), 0)
+    docs = [DOCS[0], DOCS[0], DOCS[2]]
+    task = read_task(written(tmp_path, docs, metric_list=[{"metric": name} for name in names]), 0)
     asked = questions(task)
-    # Of the first, the whole sum, the sum per character and that per byte choose differently; equals: the first.
-    answers = [[(-2.0, False), (-2.5, True)], [(-1.0, False), (-1.0, True)], [(-3.0, True), (-1.0, True)]]
+    # By its bytes the first chooses otherwise, by its characters the second; of equals the first is chosen.
+    answers = [[(-1.0, False), (-2.4, True)], [(-1.0, True), (-1.8, False)], [(-1.0, True), (-1.0, True)]]
     found = metrics_of(task, asked, answers)
     assert {name: found[name] for name in names} == {
         "acc": pytest.approx(2 / 3),
         "acc_norm": pytest.approx(1 / 3),
-        "acc_bytes": pytest.approx(1 / 3),
+        "acc_bytes": 0.0,
         "exact_match": pytest.approx(2 / 3),
     }
     assert found["acc_stderr"] == pytest.approx(1 / 3)
