@@ -167,7 +167,8 @@ def trained(rank: int, folder: str, name: str, tasks: bool, **options: Any) -> l
     data = {"data": f"{folder}/a", "split": "1,0,0", "tokenizer": "bytes", "run_dir": f"{folder}/{name}"}
     if tasks:
         options |= {"eval_tasks": [f"{folder}/{task}.yaml" for task in ("choices", "ends", "rolling")]}
-    cfg = megalite.configure(**{**sizes, **steps, **data, "eval_every": 1, "eval_steps": 0, "device": "cpu"}, **options)
+    evaluated = {"eval_every": 1, "eval_steps": 0, "device": "cpu"}
+    cfg = megalite.configure(**{**sizes, **steps, **data, **evaluated, **options})
     with megalite.start(cfg) as run:
         megalite.fit(run)
     lines = Path(folder, name, "metrics.jsonl").read_text().splitlines() if rank == 0 else []
