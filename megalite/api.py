@@ -22,6 +22,7 @@ from megalite.core.options.names import dashed
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.diagnose.memory import diagnosing_memory
 from megalite.extras.plan.auto import settle_layout
+from megalite.extras.tasks.in_loop import open_tasks
 from megalite.extras.view.phases import phase_table
 from megalite.runtime.base.child import allow_many_files
 from megalite.runtime.checkpoint.hf.start import hf_model_config
@@ -98,7 +99,12 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
         init_process_group(device, timeout)
         rank = dist.get_rank() if grid.world > 1 else env_rank()
         memory = exit_stack.enter_context(diagnosing_memory(cfg, grid, device, rank))
-        run = open_run(cfg, ParallelContext.create(grid, device, timeout=timeout), train_data, valid_data, companion)
+        ctx = ParallelContext.create(grid, device, timeout=timeout)
+        tasks = open_tasks(cfg, ctx)
+        run = open_run(cfg, ctx, train_data, valid_data, companion)
+        if tasks is not None:
+            run.tasks = tasks
+            tasks.log_cost(run)
         memory.cfg, run.profiler.describe = run.engine.cfg, phase_table
         run.exit_stack = exit_stack.pop_all()
         return run

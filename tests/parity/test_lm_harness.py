@@ -20,7 +20,8 @@ from tests.workers import WorkerPool
 MISSING = [name for name in ("lm_eval", "accelerate") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (pip install 'lm-eval[hf]')")
 
-TASKS = ("choices", "rolling", "text")
+TASKS = ("choices", "rolling", "text", "shots")
+IN_TRAINING = ("choices", "rolling", "shots", "ends")
 COMMON = "dataset_path: json\ndataset_kwargs:\n  data_files: {{test: {file}}}\ntest_split: test\n"
 CHOICES = """task: choices
 output_type: multiple_choice
@@ -42,6 +43,23 @@ doc_to_target: "{{options[0]}}"
 generation_kwargs: {until: ["e", "\\n\\n"], max_gen_toks: 12, do_sample: false}
 metric_list: [{metric: exact_match}]
 """
+SHOTS = """task: shots
+output_type: multiple_choice
+description: "About the {{question}}: "
+doc_to_text: "{{question}}"
+doc_to_choice: ["deep", "cheap and", "é"]
+doc_to_target: "{{options[answer].strip()}}"
+fewshot_split: test
+num_fewshot: 2
+fewshot_delimiter: "; "
+metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}, {metric: acc_mutual_info}, {metric: exact_match}]
+"""
+ENDS = """task: ends
+output_type: loglikelihood
+doc_to_text: "{{question}}"
+doc_to_target: "{{options[1]}}"
+metric_list: [{metric: perplexity}, {metric: acc}]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +69,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = folder / "a.txt"
     text.write_text("the sea is deep and the tea is cheap. " * 60)
     preprocess([str(text)], "bytes", str(folder / "a"))
+    subjects = ["the sea", "tea is cheap and the ", "d", "", "is deep and the tea is cheap. the sea is deep and"]
+    docs = [{"question": s, "options": [" deep", " cheap and", " é"], "answer": i % 3} for i, s in enumerate(subjects)]
+    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    (folder / "tasks").mkdir()
+    for name, body in zip((*TASKS, "ends"), (CHOICES, ROLLING, TEXT, SHOTS, ENDS)):
+        (folder / "tasks" / f"{name}.yaml").write_text(body + COMMON.format(file=folder / "docs.jsonl"))
     sizes = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -61,15 +85,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     steps = {"train_steps": 12, "lr": 2e-2, "global_batch_size": 8, "micro_batch_size": 8}
     data = {"data": str(folder / "a"), "split": "1,0,0", "tokenizer": "bytes", "run_dir": str(folder / "run")}
-    with megalite.start(megalite.configure(**sizes, **steps, **data, device="cpu")) as run:
+    tasks = {"eval_tasks": [str(folder / "tasks" / f"{name}.yaml") for name in IN_TRAINING], "eval_steps": 0}
+    with megalite.start(megalite.configure(**sizes, **steps, **data, **tasks, device="cpu")) as run:
         megalite.fit(run)
     export_hf(folder / "run" / "checkpoints" / "step_00000012", folder / "hf", tokenizer="bytes")
-    subjects = ["the sea", "tea is cheap and the ", "d", "", "is deep and the tea is cheap. the sea is deep and"]
-    docs = [{"question": s, "options": [" deep", " cheap and", " a"], "answer": i % 3} for i, s in enumerate(subjects)]
-    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    (folder / "tasks").mkdir()
-    for name, body in zip(TASKS, (CHOICES, ROLLING, TEXT)):
-        (folder / "tasks" / f"{name}.yaml").write_text(body + COMMON.format(file=folder / "docs.jsonl"))
     return folder
 
 
@@ -90,7 +109,7 @@ def theirs(made: Path) -> dict[str, Any]:
 
     model = HFLM(pretrained=str(made / "hf"), device="cpu", dtype="float32", batch_size=2, prefix_token_id=256)
     manager = TaskManager(include_path=str(made / "tasks"), include_defaults=False)
-    return lm_eval.simple_evaluate(model=model, tasks=list(TASKS), task_manager=manager)
+    return lm_eval.simple_evaluate(model=model, tasks=[*TASKS, "ends"], task_manager=manager)
 
 
 @pytest.mark.parametrize(("path", "tp", "pp", "world"), [("run", 1, 1, 1), ("hf", 1, 1, 1), ("run", 2, 2, 8)])
@@ -103,6 +122,20 @@ def test_results_are_those_of_lm_evals_own_model(
         for metric, value in theirs["results"][task].items():
             if isinstance(value, float) and "stderr" not in metric:
                 assert found[task][metric] == pytest.approx(value, rel=1e-4), (task, metric)
+
+
+def test_tasks_in_the_run_have_the_figures_of_lm_evals_own_model(made: Path, theirs: dict[str, Any]) -> None:
+    lines = [json.loads(line) for line in (made / "run" / "metrics.jsonl").read_text().splitlines()]
+    (found,) = [line for line in lines if line.get("event") == "eval_tasks"]
+    compared = 0
+    for task in IN_TRAINING:
+        for metric, value in theirs["results"][task].items():
+            name = f"{task}/{metric.partition(',')[0]}"
+            # Standard errors that lm-eval draws by bootstrap are not computed.
+            if isinstance(value, float) and (name in found or not name.endswith("_stderr")):
+                assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-9), name
+                compared += 1
+    assert compared == len([name for name in found if "/" in name]) == 20
 
 
 def test_every_single_answer_is_that_of_lm_evals_own_model(made: Path, theirs: dict[str, Any]) -> None:

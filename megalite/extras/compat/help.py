@@ -47,6 +47,7 @@ METAVARS = {
     "N ...": "moe_dense_layers",
     "TYPE ...": "layer_types",
     "[WEIGHT] PREFIX|FOLDER ...": "data valid_data",
+    "FILE ...": "eval_tasks",
     "KEY": "key",
     "W,W,W": "split",
     "A:B": "record_schedule",

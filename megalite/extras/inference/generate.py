@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.core.mesh.seeding import derive
+from megalite.extras.inference.cache import Cache
 from megalite.extras.inference.load import Model
 
 
@@ -57,18 +58,22 @@ def new_tokens(
     model: Model, prompt: list[int], sampling: Sampling, seed: int, stop_ids: Collection[int]
 ) -> Iterator[int]:
     """Yield the new token ids one by one, without the one of `stop_ids` that ends the text. See `generate`."""
-    device = next(model.stage.parameters()).device
-    tokens = torch.tensor([prompt], device=device)
+    device, most = next(model.stage.parameters()).device, model.cfg.positions
+    ids = list(prompt)
     generator = torch.Generator(device).manual_seed(derive(seed, "generate") >> 65)
+    cache = Cache.of(model, min(len(ids) + sampling.max_new_tokens, most)) if len(ids) <= most else None
     for _ in range(sampling.max_new_tokens):
-        # The window slides once the text is longer than the model's positions; every token is recomputed.
-        window = tokens[:, -model.cfg.positions :]
-        logits = model.logits(window)[0, -1, : model.words].float()
-        new = choose_token(logits, sampling.temperature, sampling.top_k, sampling.top_p, generator).view(1, 1)
-        if int(new) in stop_ids:
+        if cache is not None and len(ids) <= most:
+            logits = cache.logits(ids[cache.length :])
+        else:
+            # The window slides once the text is longer than the model's positions; every token is recomputed.
+            logits = model.logits(torch.tensor([ids[-most:]], device=device))[0, -1]
+        logits = logits[: model.words].float()
+        new = int(choose_token(logits, sampling.temperature, sampling.top_k, sampling.top_p, generator))
+        if new in stop_ids:
             return
-        tokens = torch.cat((tokens, new), dim=1)
-        yield int(new)
+        ids.append(new)
+        yield new
 
 
 def choose_token(

@@ -6,9 +6,10 @@ Rank 0 sends requests to the others; data-parallel ranks split the rows. Shapes:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from megalite.core.base.dtypes import DTYPES
@@ -18,14 +19,17 @@ from megalite.core.build import build_stages, resolve_ops
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis, ParallelContext
 from megalite.core.model.gpt import GPTStage
+from megalite.core.optim.unit_weights import UnitWeights
 from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.executor import Executor, forward_program
 from megalite.core.pipeline.p2p import Channel
+from megalite.core.pipeline.schedule import Schedule, build_schedule
 from megalite.core.rows import share_of
-from megalite.core.tensor_parallel.loss import vocab_parallel_cross_entropy
+from megalite.core.scoring import microbatches_needed, score_rows
 from megalite.extras.inference.load import Weights
+from megalite.runtime.data.scored import Document, pack_scored, scored_rows
 from megalite.runtime.options.run import Config
 
 _END, _SCORE, _NEXT = range(3)
@@ -100,28 +104,33 @@ class Scorer:
         schedule, dtype = schedule_of(cfg, ctx.dp.size), DTYPES[cfg.train.precision]
         (self._stage,) = build_stages(cfg, ctx, schedule.placement, dtype, resolve_ops(cfg, ctx)).values()
         weights.load(self._stage, ctx)
-        self._program = forward_program(schedule.programs[ctx.pp.rank])
+        self._schedule, self._program = schedule, forward_program(schedule.programs[ctx.pp.rank])
         self._index = ctx.pp.rank
 
-    def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[tuple[float, bool]]:
-        """Score the end of each row.
+    def score(self, documents: Sequence[Document]) -> list[tuple[float, bool]]:
+        """Score the ends of documents.
 
         Args:
-            rows: at most `max_rows` of (token ids, n): the last n ids are scored, at least one id comes before them.
+            documents: (token ids, n): the last n ids are scored, at least one id comes before them.
 
         Returns:
-            For each row the sum of the log-probabilities of its last n ids, and whether each was the likeliest.
+            For each the sum of the log-probabilities of its last n ids, and whether each was the likeliest.
         """
-        inputs = [(ids[:-1], [-1] * (len(ids) - 1 - n) + list(ids[-n:])) for ids, n in rows]
-        logprobs_BS, likeliest_BS = self._ask(_SCORE, inputs)
-        totals, hits = logprobs_BS.sum(1).tolist(), likeliest_BS.sum(1).tolist()
-        return [(total, hit == n) for total, hit, (_, n) in zip(totals, hits, rows)]
+        numbers = [x for ids, n in documents for x in (len(ids), n)] + [i for ids, _ in documents for i in ids]
+        scores = self._ask(_SCORE, len(documents), torch.tensor(numbers))
+        return list(zip(scores[0].tolist(), (scores[1] > 0).tolist()))
 
     def next_logits(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Compute the fp32 logits [B, V] of the token that follows each row; at most `max_rows` rows."""
-        # The last position is the one with a target.
-        inputs = [(ids, [-1] * (len(ids) - 1) + [0]) for ids in rows]
-        return self._ask(_NEXT, inputs)[: len(rows)]
+        tp, step = self.cfg.parallel.tp, self.ctx.dp.size * self.ctx.pp.size
+        length = -(-max(map(len, rows)) // tp) * tp
+        # Every micro-batch of every rank gets the same number of rows, and the last position is the one with a target.
+        # Padding comes after the tokens, which therefore never attend to it.
+        both = torch.zeros(2, len(rows) + -len(rows) % step, length, dtype=torch.int64)
+        both[1] = -1
+        for row, ids in enumerate([*rows, *[rows[0]] * (-len(rows) % step)]):
+            both[0, row, : len(ids)], both[1, row, len(ids) - 1] = torch.tensor(ids), 0
+        return self._ask(_NEXT, both.shape[1], both.flatten())[: len(rows)]
 
     def close(self) -> None:
         """End `serve` on the other ranks."""
@@ -130,26 +139,16 @@ class Scorer:
     def serve(self) -> None:
         """Take part in rank 0's requests until it closes."""
         while True:
-            kind, *shape = self._share(torch.zeros(3, dtype=torch.int64, device=self.ctx.device)).tolist()
+            kind, *sizes = self._share(torch.zeros(3, dtype=torch.int64, device=self.ctx.device)).tolist()
             if kind == _END:
                 return
-            self._answer(kind, self._share(torch.empty(2, *shape, dtype=torch.int64, device=self.ctx.device)))
+            self._answer(kind, sizes[0], self._share(torch.empty(sizes[1], dtype=torch.int64, device=self.ctx.device)))
 
-    def _ask(self, kind: int, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> torch.Tensor:
-        """Let all ranks answer a request for rows of (token ids, targets); a target of -1 means none."""
-        tp, step = self.cfg.parallel.tp, self.ctx.dp.size * self.ctx.pp.size
-        length = -(-max(len(ids) for ids, _ in rows) // tp) * tp
-        # Every micro-batch of every rank gets the same number of rows.
-        rows = [*rows, *[rows[0]] * (-len(rows) % step)]
-        # Padding comes after the tokens, which therefore never attend to it.
-        both = torch.zeros(2, len(rows), length, dtype=torch.int64)
-        both[1] = -1
-        for row, (ids, targets) in enumerate(rows):
-            both[0, row, : len(ids)], both[1, row, : len(ids)] = torch.tensor(ids), torch.tensor(targets)
-        both = both.to(self.ctx.device)
+    def _ask(self, kind: int, items: int, numbers: torch.Tensor) -> torch.Tensor:
+        """Let all ranks answer a request about some documents or rows, described by numbers."""
         try:
-            self._share(torch.tensor([kind, *both.shape[1:]], device=self.ctx.device))
-            return self._answer(kind, self._share(both))
+            self._share(torch.tensor([kind, items, len(numbers)], device=self.ctx.device))
+            return self._answer(kind, items, self._share(numbers.to(self.ctx.device)))
         except UserError as e:
             # After a UserError the caller closes, but the other ranks would wait inside this request.
             raise RuntimeError(f"a request failed: {e}") from e
@@ -158,9 +157,38 @@ class Scorer:
         collectives.broadcast(x, self.ctx.world).wait()
         return x
 
+    def _answer(self, kind: int, items: int, numbers: torch.Tensor) -> torch.Tensor:
+        if kind == _NEXT:
+            return self._next_logits(numbers.view(2, items, -1))
+        sizes, ids = numbers[: 2 * items].view(items, 2).tolist(), numbers[2 * items :].cpu()
+        return self._scores([(part.tolist(), n) for part, (_, n) in zip(ids.split([m for m, _ in sizes]), sizes)])
+
+    def _executor(self, length: int, size: int, stage: Any) -> Executor:
+        """Make what runs micro-batches of `size` rows of `length` tokens."""
+        message = self._stage.message(length, size)
+        channels = (Channel(axis, message, self.ctx.device) for axis in (self.ctx.pp, self.ctx.pp_grad))
+        return Executor({self._index: stage}, *channels)
+
+    def _scores(self, documents: Sequence[Document]) -> torch.Tensor:
+        """Run this rank's part of scoring: log-probabilities and whether they are greedy, fp64 [2, documents].
+
+        Rows are as long as the longest document, and shorter ones share them.
+        """
+        ctx, tp = self.ctx, self.cfg.parallel.tp
+        length = -(-max(len(ids) - 1 for ids, _ in documents) // tp) * tp
+        packs = pack_scored(documents, length)
+        size = min(self.cfg.train.micro_batch_size, -(-len(packs) // (ctx.dp.size * ctx.pp.size)))
+        forward = _Forward(ctx, {self._index: self._stage}, self._executor(length, size, self._stage), self._schedule)
+        own = microbatches_needed(forward, len(packs), size) * size
+        mine = packs[ctx.dp.rank * own : (ctx.dp.rank + 1) * own]
+        rows, owners = scored_rows(documents, mine + [[] for _ in range(own - len(mine))], length)
+        scores = score_rows(forward, rows, owners, len(documents), size)
+        assert scores is not None
+        return torch.tensor(np.stack((scores.logprobs, scores.is_greedy.astype(float))))
+
     @torch.no_grad()
-    def _answer(self, kind: int, both_2BS: torch.Tensor) -> torch.Tensor:
-        """Run this rank's part; returns log-probabilities and hits, fp64 [2, B, S], or fp32 logits [B, V]."""
+    def _next_logits(self, both_2BS: torch.Tensor) -> torch.Tensor:
+        """Run this rank's part; returns fp32 logits [B, V] of the token after the one with a target."""
         ctx, (_, rows, length) = self.ctx, both_2BS.shape
         own = share_of(rows, ctx.dp.size, ctx.dp.rank)
         share, mine = len(own), slice(own.start, own.stop)
@@ -170,30 +198,43 @@ class Scorer:
             MicroBatch.of_samples(tokens_SB[:, i : i + size].contiguous(), targets_SB[:, i : i + size].contiguous())
             for i in range(0, share, size)
         ]
-        message = self._stage.message(length, size)
-        stage = _AnswerStage(self._stage, kind, ctx)
-        executor = Executor({self._index: stage}, *(Channel(a, message, ctx.device) for a in (ctx.pp, ctx.pp_grad)))
-        executor.run(self._program, batches, 0, 0)
-        if kind == _SCORE:
-            out = torch.zeros(2, rows, length, dtype=torch.float64, device=ctx.device)
-        else:
-            out = torch.zeros(1, rows, self.cfg.model.vocab, device=ctx.device)
+        stage = _AnswerStage(self._stage, ctx)
+        self._executor(length, size, stage).run(self._program, batches, 0, 0)
+        out = torch.zeros(rows, self.cfg.model.vocab, device=ctx.device)
         if stage.last and ctx.tp.rank == 0:
-            out[:, mine] = torch.cat(stage.answers, dim=1).to(out.dtype)
+            out[mine] = torch.cat(stage.answers)
         collectives.all_reduce(out, ctx.world).wait()
-        return out if kind == _SCORE else out[0]
+        return out
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A stage without an optimizer, as `core.scoring.Forward` wants it."""
+
+    ctx: ParallelContext
+    stages: dict[int, GPTStage]
+    executor: Executor
+    schedule: Schedule
+    unit_weights: UnitWeights = field(default_factory=lambda: UnitWeights([], []))
+
+    @property
+    def owns_losses(self) -> bool:
+        return self.ctx.grid.is_first_except(self.ctx.rank, "pp", *self.ctx.grid.batch)
+
+    def schedule_of(self, num_microbatches: int) -> Schedule:
+        s = self.schedule
+        return build_schedule(s.name, s.pp, s.vp, num_microbatches)
 
 
 class _AnswerStage(torch.nn.Module):
-    """A stage for the executor that keeps the requested part of the last stage's logits, by micro-batch."""
+    """A stage for the executor that keeps the last stage's logits of the positions with a target, by micro-batch."""
 
-    def __init__(self, stage: GPTStage, kind: int, ctx: ParallelContext) -> None:
+    def __init__(self, stage: GPTStage, ctx: ParallelContext) -> None:
         super().__init__()
         self.first = stage.first
         self.last = stage.last
         self.queue = stage.queue
         self._stage = stage
-        self._kind = kind
         self._ctx = ctx
         self.answers: list[torch.Tensor] = []
 
@@ -202,46 +243,10 @@ class _AnswerStage(torch.nn.Module):
         if not self.last:
             return y
         assert batch.targets_SB is not None
-        answer = self._scores if self._kind == _SCORE else self._next
-        self.answers.append(answer(y, batch.targets_SB))
+        last_B = batch.targets_SB.argmax(0)
+        logits_BV = y[last_B, torch.arange(len(last_B), device=last_B.device)]
+        self.answers.append(_gather_vocabulary(logits_BV, self._ctx.tp, self._stage.lm_head.vocab_size).float())
         return y.new_zeros(())
-
-    def _scores(self, logits_SBV: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
-        """Compute log-probabilities of the targets, and whether they are the likeliest: fp64 [2, B, S], else 0."""
-        stage, tp = self._stage.lm_head, self._ctx.tp
-        scored = targets_SB >= 0
-        logits_NV, targets_N = logits_SBV[scored], targets_SB[scored]
-        out = torch.zeros(2, *targets_SB.shape, dtype=torch.float64, device=targets_SB.device)
-        out[1, scored] = (_likeliest(logits_NV, tp, stage.vocab_size) == targets_N).double()
-        loss_N = vocab_parallel_cross_entropy(logits_NV, targets_N, tp, stage.vocab_size, stage.ops)
-        out[0, scored] = -loss_N.double()
-        return out.transpose(1, 2)
-
-    def _next(self, logits_SBV: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
-        """Return all logits of each row's last position, fp32 [1, B, V]."""
-        last_B = targets_SB.argmax(0)
-        logits_BV = logits_SBV[last_B, torch.arange(len(last_B), device=last_B.device)]
-        return _gather_vocabulary(logits_BV, self._ctx.tp, self._stage.lm_head.vocab_size).float().unsqueeze(0)
-
-
-def _likeliest(logits_NV: torch.Tensor, tp: Axis, vocab_size: int) -> torch.Tensor:
-    """Return the most likely token of each row, int64 [N]; the lowest id among equals.
-
-    Args:
-        logits_NV: this rank's columns [N, padded V / tp].
-        vocab_size: vocabulary size without padding.
-    """
-    first = tp.rank * logits_NV.shape[1]
-    real = max(0, min(logits_NV.shape[1], vocab_size - first))
-    # A rank may hold only padding. Doubles represent every id exactly.
-    best_N2 = torch.full((len(logits_NV), 2), -torch.inf, dtype=torch.float64, device=logits_NV.device)
-    if real:
-        values, ids = logits_NV[:, :real].max(1)
-        best_N2[:, 0], best_N2[:, 1] = values, ids + first
-    best_TN2, work = collectives.start_all_gather(best_N2.unsqueeze(0), tp)
-    work.wait()
-    owner_N = best_TN2[..., 0].argmax(0)
-    return best_TN2[owner_N, torch.arange(len(owner_N), device=owner_N.device), 1].long()
 
 
 def _gather_vocabulary(logits_NV: torch.Tensor, tp: Axis, vocab_size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The loss on evaluation data, between two steps."""
+"""Evaluation between two steps: the loss on evaluation data, and tasks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,19 @@ from megalite.runtime.watch.watchdog import IDLE
 def evaluate(run: Run) -> float | None:
     """Log and return the mean loss over `eval_steps` global batches of the evaluation data, the same every time.
 
+    Tasks of `--eval-tasks` are evaluated too.
+
     Returns:
         The loss on every rank; None where there is no evaluation data, or no step of it is asked for.
     """
+    loss = _evaluate_loss(run)
+    if run.tasks is not None:
+        run.tasks(run)
+    run.heartbeat.beat("between steps", run.step, IDLE)
+    return loss
+
+
+def _evaluate_loss(run: Run) -> float | None:
     cfg, ctx = run.engine.cfg, run.engine.ctx
     if run.datasets.valid is None or not cfg.run.eval_steps:
         return None
@@ -41,5 +51,4 @@ def evaluate(run: Run) -> float | None:
     run.evaluated = run.step, run.consumed_samples, loss
     run.metrics.event("eval", step=run.step, loss=loss)
     logger.info(f"evaluation after step {run.step} | loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f}")
-    run.heartbeat.beat("between steps", run.step, IDLE)
     return loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -75,6 +75,7 @@ class Run:
         weights_lost: it was cut short with an earlier process.
         written: samples consumed at each checkpoint that earlier processes of this run have written, by its name.
         evaluated: step, samples consumed and loss of the last evaluation in this process.
+        tasks: evaluates the tasks of `--eval-tasks` and records them; None: there are none.
     """
 
     engine: Engine[Config]
@@ -105,6 +106,7 @@ class Run:
     weights_lost: bool = False
     written: dict[str, int] = field(default_factory=dict)
     evaluated: tuple[int, int, float] = (-1, 0, math.nan)
+    tasks: Callable[[Run], None] | None = None
 
     @property
     def consumed_samples(self) -> int:

@@ -84,6 +84,11 @@ class RunConfig:
     """Steps between evaluations; 0: only at the end."""
     eval_steps: int = 10
     """Number of global batches per evaluation; 0: no evaluation, not at the end either."""
+    eval_tasks: tuple[str, ...] = ()
+    """YAML files of tasks in lm-eval's form with local data, evaluated after the steps of --eval-every and at the end
+    (docs/lm_eval.md)."""
+    eval_limit: int = 0
+    """With --eval-tasks: evaluate the first N documents of each task; 0: all."""
     log_every: int = 1
     """Steps between console lines (metrics.jsonl records every step)."""
     moe_per_layer_logging: bool = False
@@ -109,8 +114,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         from_0 = (
-            "save_every save_model_every eval_every eval_steps max_recoveries spare_ranks max_minutes exit_interval "
-            "keep_best"
+            "save_every save_model_every eval_every eval_steps eval_limit max_recoveries spare_ranks max_minutes "
+            "exit_interval keep_best"
         )
         in_range(self, from_0, 0, 10**10)
         in_range(self, "log_every recover_every", 1, 10**10)
@@ -145,6 +150,10 @@ class RunConfig:
         require(self.spare_ranks == 0 or self.recover == "host", given, rule, "use --recover host")
         check_url("--init-from-hf", str(self.init_from_hf))
         check_local("--calibration", self.calibration)
+        for file in self.eval_tasks:
+            check_local("--eval-tasks", file)
+        given, rule = f"--eval-limit {self.eval_limit}", "bounds tasks, and there are none"
+        require(not self.eval_limit or bool(self.eval_tasks), given, rule, "give --eval-tasks FILE, or drop it")
         step_range("--record-schedule", self.record_schedule)
         step_windows("--profile", self.profile)
         step_windows("--tensor-stats", self.tensor_stats)

@@ -1,0 +1,157 @@
+"""`--eval-tasks`: tasks evaluated in the training run, in its layout, after the steps of `--eval-every`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megalite.core.base.errors import UserError, require
+from megalite.core.base.log import logger
+from megalite.core.mesh import collectives
+from megalite.core.mesh.agree import agree
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.scoring import Scores, microbatches_needed, score_rows
+from megalite.extras.tasks.read import Task, read_task
+from megalite.extras.tasks.requests import Document, Question, documents_of, metrics_of, questions
+from megalite.runtime.data.scored import pack_scored, scored_rows
+from megalite.runtime.data.tokenizer import load_tokenizer
+from megalite.runtime.loop.run import Run
+from megalite.runtime.options.run import Config
+from megalite.runtime.places.downloads import bring_tree
+from megalite.runtime.watch.watchdog import OWN
+
+
+@dataclass
+class _Asked:
+    """A task as it is scored: its questions, and for each pair of a question the numbers of its documents."""
+
+    task: Task
+    questions: list[Question]
+    parts: list[list[list[int]]] = field(default_factory=list)
+
+
+@dataclass
+class EvalTasks:
+    """The tasks of a run. Called with it after a step, on every rank, it scores them and records their metrics.
+
+    Attributes:
+        asked: the tasks; on rank 0 only.
+        documents: what is scored, the same on every rank.
+        packs: numbers of the documents of each row.
+    """
+
+    asked: list[_Asked]
+    documents: list[Document]
+    packs: list[list[int]] = field(default_factory=list)
+
+    def __call__(self, run: Run) -> None:
+        started = time.perf_counter()
+        scores = self.score(run)
+        if scores is None:
+            logger.info("a rank was asked to stop: --eval-tasks ends without figures")
+            return
+        if run.engine.ctx.rank != 0:
+            return
+        figures = self.metrics(scores)
+        seconds = time.perf_counter() - started
+        run.metrics.event("eval_tasks", step=run.step, **figures, seconds=seconds)
+        shown = " | ".join(f"{name} {value:.4f}" for name, value in figures.items() if not name.endswith("_stderr"))
+        logger.info(f"tasks after step {run.step} | {shown} | {seconds:.1f} s")
+
+    def score(self, run: Run) -> Scores | None:
+        """Score all documents with the weights as they are; None if a rank was asked to stop meanwhile."""
+        engine = run.engine
+        engine.optimizer.wait_weights()
+        size, seq_len, dp = engine.cfg.train.micro_batch_size, engine.cfg.model.seq_len, engine.ctx.dp
+
+        def go_on() -> bool:
+            run.heartbeat.beat("evaluation of tasks", run.step, OWN)
+            return not run.stop_asked
+
+        own = microbatches_needed(engine, len(self.packs), size) * size
+        mine = self.packs[dp.rank * own : (dp.rank + 1) * own]
+        rows, owners = scored_rows(self.documents, mine + [[] for _ in range(own - len(mine))], seq_len)
+        return score_rows(engine, rows, owners, len(self.documents), size, go_on)
+
+    def metrics(self, scores: Scores) -> dict[str, float]:
+        """Return {task/metric: value}, on rank 0."""
+        out: dict[str, float] = {}
+        for asked in self.asked:
+            answers = [
+                [(float(scores.logprobs[p].sum()), bool(scores.is_greedy[p].all())) for p in pairs]
+                for pairs in asked.parts
+            ]
+            found = metrics_of(asked.task, asked.questions, answers)
+            out |= {f"{asked.task.name}/{name}": value for name, value in found.items()}
+        return out
+
+    def log_cost(self, run: Run) -> None:
+        """Log before the first step what an evaluation takes."""
+        cfg, tokens = run.engine.cfg, sum(len(ids) - 1 for ids, _ in self.documents)
+        rows, every = len(self.packs), cfg.run.eval_every
+        when = "at the end"
+        if every:
+            # A forward pass is a third of a step's work.
+            share = rows / (3 * cfg.train.global_batch_size * every)
+            when = f"every {every} step{'s' * (every > 1)}: about {share:.1%} on top of training"
+        logger.info(
+            f"--eval-tasks: {len(self.asked)} task{'s' * (len(self.asked) > 1)}, {len(self.documents):,} requests, "
+            f"{tokens:,} tokens in {rows:,} rows of {cfg.model.seq_len:,}, {when}"
+        )
+
+
+def open_tasks(cfg: Config, ctx: ParallelContext) -> EvalTasks | None:
+    """Read the tasks of `--eval-tasks` and encode their requests, on rank 0, and share these; None without any.
+
+    Raises:
+        UserError: a task cannot be read or used, or there is no tokenizer for it; raised on every rank.
+    """
+    if not cfg.run.eval_tasks:
+        return None
+    prepared = agree(ctx, lambda: _prepare(cfg) if ctx.rank == 0 else EvalTasks([], []))
+    documents = _shared(prepared.documents, ctx)
+    return EvalTasks(prepared.asked, documents, pack_scored(documents, cfg.model.seq_len))
+
+
+def _prepare(cfg: Config) -> EvalTasks:
+    files, longest = cfg.run.eval_tasks, cfg.model.seq_len
+    given, rule = f"--eval-tasks {files[0]}", "texts of tasks become tokens by the run's tokenizer, and there is none"
+    if (name := cfg.data.tokenizer) is None:
+        raise UserError(given, rule, "give --tokenizer, the one that the data was made with")
+    bring_tree(name, cfg.run.cache_dir)
+    tokenizer = load_tokenizer(str(cfg.local_data.tokenizer))
+    rule = f"tokenizer {tokenizer.path} has no end of text, which separates documents"
+    require(tokenizer.eos_id is not None, given, rule, "use a tokenizer that has one")
+    asked: list[_Asked] = []
+    documents: list[Document] = []
+    for file in files:
+        task = read_task(file, cfg.run.eval_limit)
+        rule = f"another file has a task of the name {task.name}"
+        require(task.name not in [a.task.name for a in asked], f"--eval-tasks {file}", rule, "rename one of them")
+        asked.append(_Asked(task, questions(task)))
+        for question in asked[-1].questions:
+            asked[-1].parts.append([])
+            for parts in documents_of(question, tokenizer, longest, task.name):
+                asked[-1].parts[-1].append([*range(len(documents), len(documents) + len(parts))])
+                documents += parts
+    rule = "none of its documents has a token to score"
+    require(bool(documents), given, rule, "use files with texts")
+    return EvalTasks(asked, documents)
+
+
+def _shared(documents: Sequence[Document], ctx: ParallelContext) -> list[Document]:
+    """Give every rank rank 0's documents, so that only its host needs the files."""
+    sizes = torch.tensor([len(documents), sum(len(ids) for ids, _ in documents)], device=ctx.device)
+    collectives.broadcast(sizes, ctx.world).wait()
+    number, length = sizes.tolist()
+    numbers = torch.zeros(2 * number + length, dtype=torch.int64, device=ctx.device)
+    if ctx.rank == 0:
+        flat = [len(ids) for ids, _ in documents] + [n for _, n in documents] + [i for ids, _ in documents for i in ids]
+        numbers.copy_(torch.tensor(flat))
+    collectives.broadcast(numbers, ctx.world).wait()
+    lengths, scored, ids = np.split(numbers.cpu().numpy(), [number, 2 * number])
+    return list(zip((part.tolist() for part in np.split(ids, lengths.cumsum()[:-1])), scored.tolist()))

@@ -1,0 +1,185 @@
+"""Files of tasks: what they say, what is refused, and how scores become metrics."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megalite.core.base.errors import UserError
+from megalite.extras.tasks.read import read_task
+from megalite.extras.tasks.requests import Question, documents_of, metrics_of, questions
+from megalite.runtime.data.tokenizer import load_tokenizer
+
+DOCS = [
+    {"q": "Two", "options": ["a", "bé"], "answer": 0, "label": "bé"},
+    {"q": "and two? ", "options": ["c", "d"], "answer": 1, "label": "c"},
+    {"q": "Three", "options": ["e", "f"], "answer": 1, "label": "f"},
+]
+BODY: dict[str, Any] = {
+    "task": "mine",
+    "output_type": "multiple_choice",
+    "dataset_path": "json",
+    "test_split": "test",
+    "doc_to_text": "Q: {{q}}\nA:",
+    "doc_to_choice": "options",
+    "doc_to_target": "answer",
+}
+
+
+def written(folder: Path, docs: list[dict[str, Any]] = DOCS, **changes: Any) -> str:
+    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    files = {"dataset_kwargs": {"data_files": {"test": str(folder / "docs.jsonl")}}}
+    body = {key: value for key, value in (BODY | files | changes).items() if value is not ...}
+    (folder / "task.yaml").write_text(yaml.safe_dump(body))
+    return str(folder / "task.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"output_type": "generate_until"}, "output_type generate_until is not among multiple_choice, loglikelihood"),
+        ({"output_type": ...}, "output_type generate_until is not among"),
+        ({"dataset_path": "ai2_arc"}, "dataset_path must be json, with local files in dataset_kwargs.data_files"),
+        ({"dataset_kwargs": {"data_files": 3}}, "dataset_kwargs must be data_files alone"),
+        ({"dataset_kwargs": {"data_files": {"test": "no.jsonl"}}}, "its data file no.jsonl cannot be read"),
+        ({"test_split": "valid"}, "its split valid has no file in data_files; add valid: FILE"),
+        ({"test_split": ...}, "has neither test_split nor validation_split"),
+        ({"doc_to_target": ...}, "has no doc_to_target"),
+        ({"doc_to_choice": ...}, "has no doc_to_choice"),
+        ({"filter_list": [{"name": "x"}]}, "filter_list is not supported in training; leave it out, or evaluate"),
+        ({"include": "other.yaml"}, "include is not supported in training"),
+        ({"process_docs": "x", "repeats": 3}, "process_docs, repeats is not supported in training"),
+        ({"metric_list": [{"metric": "f1"}]}, "metric f1 is not among acc, acc_norm, acc_bytes"),
+        ({"metric_list": [{"metric": "acc", "aggregation": "median"}]}, "metric acc is made by aggregation: mean"),
+        ({"num_fewshot": 3, "fewshot_split": "test"}, "num_fewshot 3 is more than the 3 documents of test"),
+        ({"num_fewshot": 1, "fewshot_config": {"samples": []}}, "fewshot_config.samples is not supported"),
+        ({"task": ...}, "has no name"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_what_is_not_supported_is_refused_in_a_line(tmp_path: Path, changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_task(written(tmp_path, **changes), 0)
+    assert str(caught.value).startswith(f"--eval-tasks {tmp_path / 'task.yaml'}: ")
+    assert error in str(caught.value)
+
+
+def test_functions_in_a_file_are_not_run(tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text("task: x\nprocess_docs: !function utils.process_docs\n")
+    with pytest.raises(UserError, match="'!function': Python functions of a task file are not run in training"):
+        read_task(str(tmp_path / "task.yaml"), 0)
+    for text in ("[1", "- a"):
+        (tmp_path / "task.yaml").write_text(text)
+        with pytest.raises(UserError, match="is no YAML|is no mapping"):
+            read_task(str(tmp_path / "task.yaml"), 0)
+    with pytest.raises(UserError, match="none.yaml: cannot be read"):
+        read_task(str(tmp_path / "none.yaml"), 0)
+
+
+def test_data_may_be_a_list_or_compressed(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    plain = read_task(file, 0)
+    (tmp_path / "docs.json").write_text(json.dumps(DOCS))
+    (tmp_path / "docs.jsonl.gz").write_bytes(gzip.compress((tmp_path / "docs.jsonl").read_bytes()))
+    for name in ("docs.json", "docs.jsonl.gz"):
+        assert read_task(written(tmp_path, dataset_kwargs={"data_files": {"test": str(tmp_path / name)}}), 0) == plain
+
+
+def pairs(tmp_path: Path, **changes: Any) -> list[Question]:
+    return questions(read_task(written(tmp_path, **changes), 0))
+
+
+def test_questions_of_multiple_choice(tmp_path: Path) -> None:
+    first, second, _ = pairs(tmp_path)
+    assert first.pairs == [("Q: Two\nA:", " a"), ("Q: Two\nA:", " bé")]
+    assert (first.gold, first.sizes) == ((0,), ((1, 2), (1, 3)))
+    assert second.pairs[1] == ("Q: and two? \nA:", " d")
+    # By its text, by a template, and a list of right ones.
+    assert [q.gold for q in pairs(tmp_path, doc_to_target="label")] == [(1,), (0,), (1,)]
+    assert [q.gold for q in pairs(tmp_path, doc_to_target="{{1 - answer}}")] == [(1,), (0,), (0,)]
+    assert pairs(tmp_path, doc_to_target="{{[0, 1]}}")[0].gold == (0, 1)
+    # The choice is in the context.
+    (question, *_) = pairs(tmp_path, doc_to_text="answer", doc_to_target="label")
+    assert (question.pairs, question.gold) == ([("a", " bé"), ("bé", " bé")], (0,))
+    # What a choice gains by the context.
+    (question, *_) = pairs(tmp_path, metric_list=[{"metric": "acc_mutual_info"}], target_delimiter="")
+    assert question.pairs == [("Q: Two\nA:", "a"), ("Q: Two\nA:", "bé"), ("", "a"), ("", "bé")]
+    with pytest.raises(UserError, match="task mine, document 0: .* the answer 7 is not one of the 2 choices"):
+        pairs(tmp_path, doc_to_target=7)
+    with pytest.raises(UserError, match="task mine, document 0: .* 'nothing' is undefined"):
+        pairs(tmp_path, doc_to_text="{{nothing}}")
+    with pytest.raises(UserError, match="task mine, document 0: .*SecurityError"):
+        pairs(tmp_path, doc_to_text="{{q.__class__.__mro__}}")
+
+
+def test_examples_come_before_the_question(tmp_path: Path) -> None:
+    shots = {"num_fewshot": 1, "description": "Say it.\n", "doc_to_text": "{{q}}", "fewshot_split": "test"}
+    first, second, _ = pairs(tmp_path, **shots, fewshot_config={"sampler": "first_n"})
+    assert first.pairs[0][0] == "Say it.\nand two?  d\n\nTwo"
+    assert second.pairs[0][0] == "Say it.\nTwo a\n\nand two? "
+    drawn = [q.pairs[0][0] for q in pairs(tmp_path, **shots)]
+    # random.Random(1234).sample of three documents, two for each question.
+    assert drawn == [q.pairs[0][0] for q in pairs(tmp_path, **shots)]
+    assert all(not str(text).split("\n")[1].startswith(str(doc["q"])) for text, doc in zip(drawn, DOCS))
+
+
+def test_pairs_become_tokens(tmp_path: Path) -> None:
+    """Spaces at the end of a context are the continuation's; an empty context is the end of a text; the left is cut."""
+    tokenizer = load_tokenizer("bytes")
+
+    def encoded(context: str | None, text: str, longest: int = 8) -> list[tuple[list[int], int]]:
+        (parts,) = documents_of(Question([(context, text)]), tokenizer, longest, "mine")
+        return parts
+
+    assert encoded("ab", " c") == [([*b"ab c"], 2)]
+    assert encoded("ab  ", "c") == [([*b"ab  c"], 3)]
+    assert encoded("", "ab") == [([256, *b"ab"], 2)]
+    assert encoded("  ", "c") == [([256, *b"  c"], 3)]
+    assert encoded("abcdefghij", "kl") == [([*b"defghijkl"], 2)]
+    with pytest.raises(UserError, match="task mine: a continuation of 9 tokens must have 1 to 8 "):
+        encoded("a", "bcdefghij")
+    # Windows do not overlap, and the last has as much context as fits.
+    whole = [256, *b"abcdefghijk"]
+    assert encoded(None, "abcdefghijk", 4) == [(whole[:5], 4), (whole[4:9], 4), (whole[7:], 3)]
+    assert encoded(None, "abcd", 4) == [(whole[:5], 4)]
+    assert encoded(None, "") == []
+
+
+def test_metrics(tmp_path: Path) -> None:
+    names = ("acc", "acc_norm", "acc_bytes", "exact_match")
+    docs = [DOCS[0], DOCS[0], DOCS[2]]
+    task = read_task(written(tmp_path, docs, metric_list=[{"metric": name} for name in names]), 0)
+    asked = questions(task)
+    # By its bytes the first chooses otherwise, by its characters the second; of equals the first is chosen.
+    answers = [[(-1.0, False), (-2.4, True)], [(-1.0, True), (-1.8, False)], [(-1.0, True), (-1.0, True)]]
+    found = metrics_of(task, asked, answers)
+    assert {name: found[name] for name in names} == {
+        "acc": pytest.approx(2 / 3),
+        "acc_norm": pytest.approx(1 / 3),
+        "acc_bytes": 0.0,
+        "exact_match": pytest.approx(2 / 3),
+    }
+    assert found["acc_stderr"] == pytest.approx(1 / 3)
+    mutual = read_task(written(tmp_path, metric_list=[{"metric": "acc_mutual_info"}]), 1)
+    asked = questions(mutual)
+    assert metrics_of(mutual, asked, [[(-2.0, False), (-1.0, False), (-5.0, False), (-1.0, False)]]) == {
+        "acc_mutual_info": 1.0
+    }
+    texts: dict[str, Any] = {"doc_to_choice": ..., "metric_list": ...}
+    rolling = read_task(written(tmp_path, **texts, output_type="loglikelihood_rolling", doc_to_target="{{q}} é"), 2)
+    found = metrics_of(rolling, questions(rolling), [[(-4.0, False)], [(-6.0, False)]])
+    # "Two é", "and two?  é"
+    assert found == {
+        "word_perplexity": pytest.approx(math.exp(10 / 5)),
+        "byte_perplexity": pytest.approx(math.exp(10 / 18)),
+        "bits_per_byte": pytest.approx(10 / 18 / math.log(2)),
+    }
+    ends = read_task(written(tmp_path, **texts, output_type="loglikelihood", doc_to_target="label"), 2)
+    found = metrics_of(ends, questions(ends), [[(-4.0, True)], [(-6.0, False)]])
+    assert found == {"perplexity": pytest.approx(math.exp(5)), "acc": 0.5, "acc_stderr": pytest.approx(0.5)}
