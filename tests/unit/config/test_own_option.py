@@ -236,6 +236,25 @@ def test_one_file_of_a_table_brings_its_own(package: Path) -> None:
     assert "sgd (momentum --beta1), signum (one bit of each momentum). [adamw]" in " ".join(shown.split())
 
 
+def test_an_entry_made_before_the_config_brings_its_own(tmp_path: Path) -> None:
+    """As `mine.py` of docs/extending.md makes it, without a file in megalite."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        RULE
+        + """
+from megalite.core.options.update_rule import RULES
+RULES["signum"] = RULE
+from megalite.core.options.optim import OptimConfig
+from megalite.runtime.options import cli
+from megalite.runtime.options.fields import help_texts
+
+words = ["--vocab-size", "64", "--optimizer", "signum", "--signum-zero", "move"]
+print(cli.parse(words).config.optim.signum_zero, help_texts(OptimConfig)["signum_zero"])
+"""
+    )
+    assert run(ROOT, str(mine)) == "move signum: what weights without a gradient do.\n"
+
+
 def test_help_lists_no_table_by_hand() -> None:
     """A sentence that names two entries beside {each} would not name the next one."""
     listed = 0
