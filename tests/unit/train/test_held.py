@@ -205,7 +205,7 @@ def test_a_rank_moves_to_another_guard() -> None:
     assert other.keeps(0) == [1, 2]
     other.trains()
     mine.held._sender.close()
-    heir.until(lambda: other.held.keeper._wards[0].connection is None)
+    heir.until(lambda: other.held.keeper._wards[0, 0].connection is None)
     for number in range(4):
         other.commits(number, round_=1)
     assert not other.held.answer(0).kept

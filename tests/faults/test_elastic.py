@@ -1,0 +1,102 @@
+"""Hosts lost under `--elastic`: the run goes on with fewer ranks, each step as if nothing had happened. Needs root.
+
+Network namespaces stand for hosts. What is lost with one are all its processes, guards too; the disk is shared.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.guarded_hosts import Hosts, end
+from tests.faults.guarded_hosts import hosts as hosts
+from tests.faults.harness import RUN, codes, events, metrics, repeated, waits_at
+from tests.faults.zygote import Zygote, members_of
+
+pytestmark = pytest.mark.root
+
+ELASTIC = ["--elastic", "--save-every", "0"]
+KILLED = -signal.SIGKILL
+
+
+def undisturbed(zygote: Zygote, folder: Path, world: int, flags: list[str]) -> Path:
+    folder.mkdir()
+    arguments = [*RUN, "--save-every", "0", "--run-dir", str(folder / "run"), *flags]
+    assert codes(zygote.start(arguments, world, folder).end()) == [0] * world
+    return folder / "run"
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(run) if "event" not in line]
+
+
+def assert_as(run: Path, whole: Path) -> None:
+    """Each line of a run, those of steps that were repeated too, is that of the run that nothing happened to."""
+    expected = {line["step"]: line for line in lines(whole)}
+    assert {line["step"] for line in lines(run)} == set(expected)
+    for line in lines(run):
+        want = expected[line["step"]]
+        for name in ("loss", "grad_norm"):
+            assert line[name] == pytest.approx(want[name], rel=1e-5), (line["step"], name)
+        assert (line["lr"], line["consumed_samples"]) == (want["lr"], want["consumed_samples"])
+
+
+def test_a_host_of_four(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """Eight micro-batches on three ranks, as 2 3 3; there is no checkpoint that could have been read."""
+    flags, folder, run = ["--zero", "1"], tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", 4, flags)
+    jobs = hosts.begin(folder, [*flags, *ELASTIC], 0, waits_at(5, folder), count=4)
+    jobs[0].wait_for(0, "step 4/")
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "back to step ")
+    (folder / "go on").touch()
+    left = end(jobs)
+    assert codes(left) == [0, KILLED, 0, 0], left
+    assert "is lost (rank 1): dp 4 -> 3, 8 micro-batches as 2 3 3: back to step" in left[0].err
+    assert_as(run, whole)
+    assert repeated(run) <= 1
+    (resize,) = events(run, "resize")
+    assert (resize["from"], resize["to"], resize["reserve"], resize["round"]) == (4, 3, 0, 1)
+    at = metrics(run).index(resize)
+    for part, ranks in ((metrics(run)[:at], 4), (metrics(run)[at:], 3)):
+        assert {line["ranks"] for line in part if "event" not in line} == {ranks}
+    zygote.until(lambda: not members_of(tmp_path), 30)
+
+
+def test_a_pipeline_of_two_replicas(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """A stage is lost: two of three ranks are the replica that is left, the third fills the next loss."""
+    flags, folder, run = ["--pp", "2"], tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", 4, flags)
+    jobs = hosts.begin(folder, [*flags, *ELASTIC], 0, waits_at(4, folder), count=4)
+    jobs[0].wait_for(0, "step 3/")
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "dp 2 -> 1, 8 micro-batches as 8, 1 rank in reserve: back to step ")
+    hosts.power_off(2)
+    zygote.until(lambda: jobs[0].text(0).count("back to step ") == 2, 90)
+    (folder / "go on").touch()
+    left = end(jobs)
+    assert codes(left) == [0, KILLED, KILLED, 0], left
+    assert_as(run, whole)
+    resized = [(event["from"], event["to"], event["reserve"]) for event in events(run, "resize")]
+    # Where the two ranks had no copy of their own yet, these come from the four of before once more.
+    assert resized in ([(4, 2, 1)], [(4, 2, 1), (2, 2, 0)])
+
+
+@pytest.mark.full
+def test_two_hosts_one_after_the_other_with_zero_3(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """The second is lost before the first copy of the layout of three ranks is made."""
+    flags, folder, run = ["--zero", "3", "--zero-whole-below", "100"], tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", 4, flags)
+    jobs = hosts.begin(folder, [*flags, *ELASTIC], 0, waits_at(5, folder), count=4)
+    jobs[0].wait_for(0, "step 4/")
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "dp 4 -> 3")
+    hosts.power_off(2)
+    jobs[0].wait_for(0, "dp 3 -> 2")
+    (folder / "go on").touch()
+    left = end(jobs)
+    assert codes(left) == [0, KILLED, KILLED, 0], left
+    assert_as(run, whole)
