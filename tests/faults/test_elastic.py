@@ -100,3 +100,33 @@ def test_two_hosts_one_after_the_other_with_zero_3(hosts: Hosts, zygote: Zygote,
     left = end(jobs)
     assert codes(left) == [0, KILLED, KILLED, 0], left
     assert_as(run, whole)
+
+
+ROWS = {
+    "tensor parallel, with saves and evaluations": (["--tp", "2", "--save-every", "2", "--eval-every", "2"], 4, 2),
+    "experts of two ranks": (["--num-experts", "4", "--ep", "2", "--zero", "2"], 4, 2),
+    "interleaved": (["--num-layers", "4", "--pp", "2", "--vp", "2", "--schedule", "interleaved"], 6, 4),
+    "Muon, and a module that predicts further": (["--optimizer", "muon", "--mtp-num-layers", "1"], 4, 3),
+    "rings": (["--cp", "2", "--num-heads", "2", "--hidden-dropout", "0"], 4, 2),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("flags", "before", "after"), ROWS.values(), ids=ROWS)
+def test_what_runs_in_parts(
+    hosts: Hosts, zygote: Zygote, tmp_path: Path, flags: list[str], before: int, after: int
+) -> None:
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", before, flags)
+    jobs = hosts.begin(folder, [*ELASTIC, *flags], 0, waits_at(5, folder), count=before)
+    jobs[0].wait_for(0, "step 4/")
+    hosts.power_off(before - 1)
+    jobs[0].wait_for(0, "back to step ")
+    (folder / "go on").touch()
+    left = end(jobs)
+    assert codes(left) == [0] * (before - 1) + [KILLED], left
+    assert_as(run, whole)
+    assert [event["to"] for event in events(run, "resize")] == [after]
+    assert [(e["step"], pytest.approx(e["loss"], rel=1e-5)) for e in events(whole, "eval")] == [
+        (e["step"], e["loss"]) for e in events(run, "eval")
+    ]

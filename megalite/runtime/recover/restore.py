@@ -226,6 +226,9 @@ def record_recovery(run: Run) -> bool:
         sizes = {"from": go.was, "to": run.engine.ctx.world.size, "reserve": go.reserve, "cause": go.cause}
         brought = {"bytes": run.copies.brought if run.copies else 0, "seconds": now - go.died}
         run.metrics.event("resize", step=run.step, round=go.round, **sizes, **brought)
+        for path in (run.engine.cfg.run.folder / "logs").glob("rank_*.pid"):
+            if int(path.stem.removeprefix("rank_")) >= run.engine.ctx.world.size:
+                path.unlink(missing_ok=True)  # a rank that is no more
     return True
 
 
