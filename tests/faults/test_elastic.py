@@ -107,6 +107,7 @@ ROWS = {
     "experts of two ranks": (["--num-experts", "4", "--ep", "2", "--zero", "2"], 4, 2),
     "interleaved": (["--num-layers", "4", "--pp", "2", "--vp", "2", "--schedule", "interleaved"], 6, 4),
     "Muon, and a module that predicts further": (["--optimizer", "muon", "--mtp-num-layers", "1"], 4, 3),
+    "offloaded, in fp16": (["--offload", "optimizer+params", "--zero", "3", "--precision", "fp16"], 4, 3),
     "rings": (["--cp", "2", "--num-heads", "2", "--hidden-dropout", "0"], 4, 2),
 }
 

@@ -195,13 +195,11 @@ class Config(StepConfig):
 
     def _check_elastic(self) -> None:
         """Refuse what another number of ranks would change, or has not been run with."""
-        group, offload = self.parallel.zero_group, self.train.offload
+        group = self.parallel.zero_group
         rule, remedy = "rounds the sum of each rank: on fewer ranks there are other sums", "drop one of the two"
         require(not self.rounding, f"--elastic with {self.rounding}", rule, remedy)
         given, rule = f"--elastic with --zero-group {group}", "need not divide the number of ranks that are left"
         require(group == "full", given, rule, "drop --zero-group, or --elastic")
-        given, rule = f"--elastic with --offload {offload}", "keeps states where ranks of another layout do not look"
-        require(offload in ("none", "activations"), given, rule, remedy)
 
     def without_samples(self, dp: int) -> str:
         """Say how many of all ranks' micro-batches have no samples, where dp does not divide their number; else ""."""

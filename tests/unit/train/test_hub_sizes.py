@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
 
 from megalite.runtime.recover.hub import Hub
-from megalite.runtime.recover.messages import Break, FromHub, Go, Hello, Killed, StandIn
+from megalite.runtime.recover.messages import Break, End, FromHub, Go, Hello, Killed, StandIn
 from megalite.runtime.recover.offsite import first_number
 from megalite.runtime.recover.peers import Peer, describe_loss
 
@@ -82,6 +83,24 @@ class Run:
             for keeper in (guard, trainers[(i + len(trainers) // 2) % len(trainers)]):
                 keeper.has[guard.layout, guard.rank] = [*numbers]
 
+    def copy_one(self, number: int, missing: float, random: Random) -> None:
+        """As the ranks do, one copy; some may miss it, or its keeper."""
+        trainers = sorted((guard for guard in self.guards if guard.rank >= 0), key=lambda guard: guard.rank)
+        for i, guard in enumerate(trainers):
+            for keeper in (guard, trainers[(i + len(trainers) // 2) % len(trainers)]):
+                if random.random() < missing:
+                    break
+                own = keeper.has.setdefault((guard.layout, guard.rank), [])
+                own[:] = [*own, number][-3:]
+
+    def settle(self) -> None:
+        """Guards drop what the round does not go on from."""
+        for guard in self.guards:
+            numbers = guard.go().numbers
+            guard.has = {place: kept for place, c in guard.has.items() if (kept := [n for n in c if n in numbers])}
+            if guard.go().fetch and numbers:
+                guard.has[guard.layout, guard.rank] = [*numbers]
+
     def lose(self, *numbers: int) -> None:
         """Guards of these numbers are gone; the others have answered."""
         round_, lost = self.hub._round, [guard for guard in self.guards if guard.number in numbers]
@@ -89,7 +108,9 @@ class Run:
         for guard in lost:
             guard.heard(None)
         for guard in self.guards:
-            guard.answers(round_)
+            # One in reserve need not have answered for a round to begin.
+            if guard.told[-1] == Break(round_):
+                guard.answers(round_)
 
     def goes(self) -> dict[int, Go]:
         return {guard.number: guard.go() for guard in self.guards}
@@ -244,3 +265,58 @@ def test_how_a_loss_is_told() -> None:
     assert told(*range(4, 12)) == "host node1 is lost (ranks 4 to 7) and host node2 is lost (ranks 8 to 11)"
     assert told(5) == "the guard of rank 5 on host node1 is lost"
     assert told(5, 7) == "the guards of ranks 5, 7 on host node1 are lost"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_step_is_lost_that_is_whole_somewhere(made: list[Run], seed: int) -> None:
+    """Guards copy, die and are lost in any order; who goes on has the newest copies that there are, each for itself."""
+    random = Random(seed)
+    unit = random.choice([1, 2])
+    run, number, layouts = begin(made, random.choice([4, 6, 8]), unit), 0, {}
+    layouts[0] = len(run.guards)
+    for _ in range(12):
+        trainers = [guard for guard in run.guards if guard.rank >= 0]
+        world, layout = len(trainers), trainers[0].layout
+        for _ in range(random.choice([0, 1, 2, 4])):
+            number = max(number + 1, first_number(run.hub._round))
+            # The last one may be cut short on some, or not have reached their keepers.
+            run.copy_one(number, random.choice([0.0, 0.0, 0.3]), random)
+        if random.random() < 0.3:
+            run.guards.append(Guard(run.hub, 20 + run.hub._round, -1))
+        lost = random.sample(run.guards[1:], min(random.choice([0, 1, 1, 2]), len(run.guards) - 1))
+        left = [guard for guard in run.guards if guard not in lost]
+        if len(left) < max(2, unit):
+            return
+        newest = newest_of(left, layouts)
+        if not any(guard.rank >= 0 for guard in lost):
+            run.hub._break(0, "rank 0 died", died=True)
+        run.lose(*(guard.number for guard in lost))
+        if not run.guards[0].told or not isinstance(run.guards[0].told[-1], Go):
+            assert isinstance(run.guards[0].told[-1], End | StandIn) or len(left) < unit
+            return
+        goes = [guard.go() for guard in run.guards]
+        ranks = sorted(go.rank for go in goes if go.rank >= 0)
+        assert ranks == [*range(len(ranks))]
+        assert len(ranks) % unit == 0
+        assert len(ranks) == (world if len(left) >= world else len(left) // unit * unit)
+        first = goes[0]
+        layouts[first.layout] = len(ranks)
+        assert [*first.numbers[:1]] == newest
+        for rank, (_, port) in enumerate(first.lenders):
+            lender = next(guard for guard in left if guard.number == port)
+            assert set(first.numbers) <= set(lender.has[first.source, rank])
+        for guard, go in zip(run.guards, goes):
+            assert first.lenders or not newest or go.rank < 0 or go.fetch or newest[0] in guard.has[layout, go.rank]
+        run.settle()
+
+
+def newest_of(guards: list[Guard], layouts: dict[int, int]) -> list[int]:
+    """The newest copy that every rank of some layout has with one of these guards, of the newest such layout."""
+    for layout in sorted(layouts, reverse=True):
+        there = [
+            set[int]().union(*(guard.has.get((layout, rank), []) for guard in guards))
+            for rank in range(layouts[layout])
+        ]
+        if common := set.intersection(*there):
+            return [max(common)]
+    return []
