@@ -31,6 +31,8 @@ from megalite.runtime.recover.hub import LOOPBACK
 from megalite.runtime.recover.member import Companion, GuardedRank
 from megalite.runtime.start.resume import Source
 
+# With --elastic: an address of IPv6 and a port take up to 60 bytes of `MAX_MESSAGE`.
+_MOST_RANKS = 2048
 # Key of the launcher's store.
 _HUB = "megalite/hub"
 
@@ -73,9 +75,11 @@ def _check_sizes(cfg: Config, ctx: ParallelContext) -> None:
     """Check that a step runs on every number of ranks that `--elastic` may leave.
 
     Raises:
-        UserError: on some it does not, or there are fewer ranks than `--min-ranks`.
+        UserError: on some it does not, there are fewer ranks than `--min-ranks`, or more than guards can speak of.
     """
     fewest, world = cfg.run.min_ranks, ctx.world.size
+    rule = f"names the hosts of all ranks in one message, which has room for {_MOST_RANKS}"
+    require(world <= _MOST_RANKS, f"--elastic on {world} ranks", rule, "use --spare-ranks without it")
     rule = f"is more than the {world} ranks that train"
     require(fewest <= world, f"--min-ranks {fewest}", rule, "lower it, or start more ranks")
     unit = Grid.from_config(cfg.parallel).world
