@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from megalite.runtime.recover.hub import UNFINISHED
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
-from tests.faults.harness import FOREVER, RUN, codes, events, metrics, repeated, waits_at
+from tests.faults.harness import FOREVER, RUN, codes, committed, events, metrics, repeated, waits_at
 from tests.faults.zygote import Zygote, members_of
 from tests.ranks import ROOT, reserve_port
 
@@ -106,35 +107,58 @@ def test_two_hosts_one_after_the_other_with_zero_3(hosts: Hosts, zygote: Zygote,
     assert_as(run, whole)
 
 
+# Flags, hosts, ranks of each, and ranks that go on.
 ROWS = {
-    "tensor parallel, with saves and evaluations": (["--tp", "2", "--save-every", "2", "--eval-every", "2"], 4, 2),
-    "experts of two ranks": (["--num-experts", "4", "--ep", "2", "--zero", "2"], 4, 2),
-    "interleaved": (["--num-layers", "4", "--pp", "2", "--vp", "2", "--schedule", "interleaved"], 6, 4),
-    "Muon, and a module that predicts further": (["--optimizer", "muon", "--mtp-num-layers", "1"], 4, 3),
-    "offloaded, in fp16": (["--offload", "optimizer+params", "--zero", "3", "--precision", "fp16"], 4, 3),
-    "rings": (["--cp", "2", "--num-heads", "2", "--hidden-dropout", "0"], 4, 2),
+    "tensor parallel, with saves and evaluations": (["--tp", "2", "--save-every", "2", "--eval-every", "2"], 3, 2, 4),
+    "experts of two ranks": (["--num-experts", "4", "--ep", "2", "--zero", "2"], 4, 1, 2),
+    "interleaved": (["--num-layers", "4", "--pp", "2", "--vp", "2", "--schedule", "interleaved"], 6, 1, 4),
+    "Muon, and a module that predicts further": (["--optimizer", "muon", "--mtp-num-layers", "1"], 4, 1, 3),
+    "offloaded, in fp16": (["--offload", "optimizer+params", "--zero", "3", "--precision", "fp16"], 4, 1, 3),
+    "rings": (["--cp", "2", "--num-heads", "2", "--hidden-dropout", "0"], 4, 1, 2),
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("flags", "before", "after"), ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(("flags", "count", "each", "after"), ROWS.values(), ids=ROWS)
 def test_what_runs_in_parts(
-    hosts: Hosts, zygote: Zygote, tmp_path: Path, flags: list[str], before: int, after: int
+    hosts: Hosts, zygote: Zygote, tmp_path: Path, flags: list[str], count: int, each: int, after: int
 ) -> None:
     folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
-    whole = undisturbed(zygote, tmp_path / "whole", before, flags)
-    jobs = hosts.begin(folder, [*ELASTIC, *flags], 0, waits_at(5, folder), count=before)
+    whole = undisturbed(zygote, tmp_path / "whole", count * each, flags)
+    jobs = hosts.begin(folder, [*ELASTIC, *flags], 0, waits_at(5, folder), each=each, count=count)
     jobs[0].wait_for(0, "step 4/")
-    hosts.power_off(before - 1)
+    hosts.power_off(count - 1)
     jobs[0].wait_for(0, "back to step ")
     (folder / "go on").touch()
     left = end(jobs)
-    assert codes(left) == [0] * (before - 1) + [KILLED], left
+    assert codes(left) == [0] * (count - 1) * each + [KILLED] * each, left
     assert_as(run, whole)
     assert [event["to"] for event in events(run, "resize")] == [after]
     assert [(e["step"], pytest.approx(e["loss"], rel=1e-5)) for e in events(whole, "eval")] == [
         (e["step"], e["loss"]) for e in events(run, "eval")
     ]
+
+
+@pytest.mark.full
+def test_fewer_than_the_minimum(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """Two of three go on; then the last state is saved, and one rank resumes it."""
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", 3, [])
+    later = {"rank": 0, "kind": "await", "place": "step", "at": 7, "path": str(folder / "go further")}
+    jobs = hosts.begin(folder, [*ELASTIC, "--min-ranks", "2"], 0, waits_at(5, folder), later, count=3)
+    jobs[0].wait_for(0, "step 4/")
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "dp 3 -> 2")
+    (folder / "go on").touch()
+    jobs[0].wait_for(0, "step 6/")
+    hosts.power_off(2)
+    left = end(jobs)
+    assert codes(left) == [UNFINISHED, KILLED, KILLED], left
+    assert "no rank is left in reserve: saving, then exiting" in left[0].err
+    (saved,) = committed(run)
+    assert saved in ("step_00000005", "step_00000006")
+    assert codes(zygote.start([*RUN, "--save-every", "0", "--run-dir", str(run)], 1, folder).end()) == [0]
+    assert_as(run, whole)
 
 
 @pytest.mark.full
