@@ -5,6 +5,7 @@ Network namespaces stand for hosts. What is lost with one are all its processes,
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from megalite.runtime.recover.hub import UNFINISHED
+from tests.faults import guarded_hosts
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
 from tests.faults.harness import FOREVER, RUN, codes, committed, events, metrics, repeated, waits_at
@@ -137,6 +139,35 @@ def test_what_runs_in_parts(
     assert [(e["step"], pytest.approx(e["loss"], rel=1e-5)) for e in events(whole, "eval")] == [
         (e["step"], e["loss"]) for e in events(run, "eval")
     ]
+
+
+@pytest.mark.full
+def test_text_as_data(hosts: Hosts, zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank knows the lanes that it has read: those who go on are told of all."""
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        words = [json.dumps({"text": f"file {number} line {i} " + "ab" * i}) for i in range(4)]
+        (tmp_path / "text" / f"{number}.jsonl").write_text("\n".join(words))
+    flags = [
+        *("--num-layers", "1", "--hidden-size", "16", "--num-heads", "2", "--seq-len", "16", "--device", "cpu"),
+        *("--global-batch-size", "4", "--lr", "1e-3", "--train-steps", "16", "--hidden-dropout", "0.1"),
+        *("--tokenizer", "bytes", "--data-lanes", "3", "--shuffle-tokens", "64", "--data-workers", "1"),
+        *("--document-mask", "--data", str(tmp_path / "text"), "--cache-dir", str(tmp_path / "cache")),
+        *("--save-every", "0"),
+    ]
+    monkeypatch.setattr(guarded_hosts, "RUN", flags)
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    (tmp_path / "whole").mkdir()
+    arguments = [*flags, "--run-dir", str(tmp_path / "whole" / "run")]
+    assert codes(zygote.start(arguments, 3, tmp_path / "whole").end()) == [0] * 3
+    jobs = hosts.begin(folder, ["--elastic"], 0, waits_at(12, folder), count=3)
+    jobs[0].wait_for(0, "step 11/")
+    hosts.power_off(2)
+    jobs[0].wait_for(0, "dp 3 -> 2, 4 micro-batches as 2 2: back to step ")
+    (folder / "go on").touch()
+    left = end(jobs)
+    assert codes(left) == [0, 0, KILLED], left
+    assert_as(run, tmp_path / "whole" / "run")
 
 
 @pytest.mark.full
