@@ -44,7 +44,7 @@ def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None)
     from megalite.core.step import train_step
     from megalite.runtime.data import OwnDataset
     from megalite.runtime.loop.run import open_loader
-    from megalite.runtime.recover.copies import sums_of_bits
+    from megalite.runtime.recover.bit_sums import sums_of_bits
     from megalite.runtime.recover.exchange import exchange
     from megalite.runtime.recover.local_gradients import LocalGradients
 

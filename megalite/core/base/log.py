@@ -47,9 +47,11 @@ def env_rank() -> int:
     return env_int("RANK", 0)
 
 
-def take_rank(rank: int) -> None:
-    """Be this rank from here on: of this process, and of those that it starts."""
+def take_rank(rank: int, world: int = 0) -> None:
+    """Be this rank from here on, of so many (0: as the launcher says): of this process, and of those that it starts."""
     os.environ["RANK"] = str(rank)
+    if world:
+        os.environ["WORLD_SIZE"] = str(world)
 
 
 class _Console(logging.StreamHandler):

@@ -156,9 +156,9 @@ class StepConfig:
             rule = f"must give each of {dp} data-parallel ranks a micro-batch of {micro}"
             remedy = f"use at least {per_pass}, fewer ranks, or a smaller --micro-batch-size"
             require(size >= per_pass, flag, rule, remedy)
-            rule = f"must be divisible by micro-batch size {micro} x dp {dp} = {per_pass} with {self._rounding}"
-            even = size % per_pass == 0 or not self._rounding
-            require(even, flag, f"{rule}, which rounds the sum of each rank", f"{near} drop {self._rounding}")
+            rule = f"must be divisible by micro-batch size {micro} x dp {dp} = {per_pass} with {self.rounding}"
+            even = size % per_pass == 0 or not self.rounding
+            require(even, flag, f"{rule}, which rounds the sum of each rank", f"{near} drop {self.rounding}")
             passes = self.passes(size, dp)
             # The schedule lists every pass of every micro-batch before the first step.
             require(
@@ -172,7 +172,7 @@ class StepConfig:
         return sorted(counts)
 
     @property
-    def _rounding(self) -> str:
+    def rounding(self) -> str:
         """The options by which a step depends on how its samples are shared out; empty: there are none."""
         t = self.train
         options = {"compress": t.compress, "grad-reduce-dtype": t.grad_reduce_dtype, "grad-dtype": t.grad_dtype}

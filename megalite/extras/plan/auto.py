@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.core.base.errors import UserError
+from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger, setup_logging
 from megalite.core.mesh.grid import Grid
 from megalite.core.mesh.rendezvous import world_size
@@ -30,6 +30,8 @@ def settle_layout(parsed: CommandLine) -> Config:
     """
     if parsed.layout is None:
         return parsed.config
+    rule = "would choose another one on the ranks that are left after a loss"
+    require(not parsed.config.run.elastic, "--elastic with --layout auto", rule, "give the layout that it prints")
     setup_logging()
     cfg = parsed.config
     recorded = _recorded(cfg)

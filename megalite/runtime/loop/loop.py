@@ -283,6 +283,8 @@ def catch_up(run: Run, progress: Progress) -> None:
         save_weights(run)
     if run.save_lost and progress.saved_at != run.step:
         save_now(run, progress)
+    if run.companion.turn.go.was:
+        keep_copy(run)  # until then this layout has none
 
 
 def follow_up(run: Run, progress: Progress) -> None:

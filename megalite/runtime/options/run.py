@@ -74,6 +74,10 @@ class RunConfig:
     """With --recover: after so many (or without a spare rank) the last state is saved, and the exit code is 75."""
     spare_ranks: int = 0
     """With --recover host: the launcher's last so many ranks do not train, but wait to take a lost host's place."""
+    elastic: bool = False
+    """With --recover host: without a spare rank left, go on with fewer replicas, the same samples, loss and norm."""
+    min_ranks: int = 0
+    """With --elastic: with fewer ranks than this the last state is saved, and the exit code is 75. 0: one replica."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
     """On a loss spike: ignore it, skip its update, or rewind to the last checkpoint and skip the samples since then."""
     spike_threshold: float = 1.5
@@ -114,8 +118,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         from_0 = (
-            "save_every save_model_every eval_every eval_steps eval_limit max_recoveries spare_ranks max_minutes "
-            "exit_interval keep_best"
+            "save_every save_model_every eval_every eval_steps eval_limit max_recoveries spare_ranks min_ranks "
+            "max_minutes exit_interval keep_best"
         )
         in_range(self, from_0, 0, 10**10)
         in_range(self, "log_every recover_every", 1, 10**10)
@@ -148,6 +152,9 @@ class RunConfig:
         require(self.recover == "none" or not is_url(self.run_dir), given, rule, "give a directory, or --recover none")
         given, rule = f"--spare-ranks {self.spare_ranks}", "needs copies on other hosts"
         require(self.spare_ranks == 0 or self.recover == "host", given, rule, "use --recover host")
+        require(not self.elastic or self.recover == "host", "--elastic", rule, "use --recover host")
+        given, rule = f"--min-ranks {self.min_ranks}", "applies to runs whose number of ranks may fall"
+        require(self.min_ranks == 0 or self.elastic, given, rule, "use --elastic, or drop it")
         check_url("--init-from-hf", str(self.init_from_hf))
         check_local("--calibration", self.calibration)
         for file in self.eval_tasks:
@@ -192,6 +199,16 @@ class Config(StepConfig):
             "give --num-experts, or drop it",
         )
         self._check_steps()
+        if self.run.elastic:
+            self._check_elastic()
+
+    def _check_elastic(self) -> None:
+        """Refuse what another number of ranks would change, or has not been run with."""
+        group = self.parallel.zero_group
+        rule, remedy = "rounds the sum of each rank: on fewer ranks there are other sums", "drop one of the two"
+        require(not self.rounding, f"--elastic with {self.rounding}", rule, remedy)
+        given, rule = f"--elastic with --zero-group {group}", "need not divide the number of ranks that are left"
+        require(group == "full", given, rule, "drop --zero-group, or --elastic")
 
     def without_samples(self, dp: int) -> str:
         """Say how many of all ranks' micro-batches have no samples, where dp does not divide their number; else ""."""

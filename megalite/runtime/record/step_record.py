@@ -37,6 +37,7 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
         "skipped_steps": run.skipped_steps,
         "consumed_samples": run.consumed_samples,
         "consumed_tokens": run.consumed_samples * cfg.model.seq_len,
+        **({"ranks": ctx.world.size} if cfg.run.elastic else {}),
         "step_time_s": seconds,
         "tokens_per_s": per_second,
         "tflops_per_gpu": flops / 1e12,

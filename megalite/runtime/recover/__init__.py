@@ -11,5 +11,7 @@ buddy: the guard on another host whose keeper has a rank's copies
 copy: a rank's state after a step, in memory
 slot: the memory of one copy
 round: what lies between two recoveries; the first has number 0
+layout: which rank has what place; with `--elastic` a round may have another one, whose number is that round's
+lender: the guard of whose copies a rank of another layout brings parts
 turn: a guard's word that the standby is the trainer of a round
 """

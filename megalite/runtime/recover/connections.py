@@ -16,8 +16,8 @@ from megalite.runtime.base.child import readable
 from megalite.runtime.base.untrusted import BadFile
 from megalite.runtime.recover.messages import Message, decode, encode
 
-# Far above any message, which are a line each.
-MAX_MESSAGE = 1 << 16
+# Far above any message, which are a line each; the longest names the keeper of every rank.
+MAX_MESSAGE = 1 << 17
 
 # A host that is gone without a word is noticed within 15 s.
 _IDLE_S = 5

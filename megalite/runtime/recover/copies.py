@@ -1,7 +1,8 @@
 """Copies of a rank's state in the memory of its guard: three whole ones, or two and a third that is being written.
 
 A copy is the tensors of `DistributedOptimizer.states`, also those that another rank owns, one after the other, then the
-run's other state as JSON. Weights are made from the masters.
+run's other state as JSON. Weights are made from the masters. With `--elastic` the JSON says what the tensors hold, so
+that ranks of another layout can load from it (`relayout`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import torch
 from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.sharding import StateTensor
+from megalite.runtime.base.untrusted import BadFile
+from megalite.runtime.recover.bit_sums import gather_sums, sum_of_bits, sums_of_bits
 from megalite.runtime.recover.member import GuardedRank
 from megalite.runtime.recover.messages import Commit, Loaded, Void
 from megalite.runtime.recover.offsite import NUM_SLOTS, first_number, free_slot, make_slots
+from megalite.runtime.recover.relayout import borrow, describe, load_borrowed, room
 
 # For the JSON, which grows with the number of saves; memory that is not written to is not allocated.
 _JSON_BYTES = 16 << 20
-_BITS = {4: torch.int32, 2: torch.int16}
 
 
 class Copies:
@@ -33,15 +36,21 @@ class Copies:
         guard: who keeps them.
         states: what this rank holds.
         elsewhere: whether they are kept on another host too.
+        elastic: whether ranks of another layout may load from them.
 
     Attributes:
         restored: the run's other state, as in the copy that was loaded last; None if there was none.
+        brought: bytes that came from copies of another layout; 0 where that is of this one.
     """
 
-    def __init__(self, guard: GuardedRank, states: Sequence[StateTensor], elsewhere: bool) -> None:
-        self._guard, self._elsewhere = guard, elsewhere
+    def __init__(
+        self, guard: GuardedRank, states: Sequence[StateTensor], elsewhere: bool, elastic: bool = False
+    ) -> None:
+        self._guard, self._elsewhere, self._states = guard, elsewhere, states
+        self._tensors = f', "tensors": {describe(states)}}}' if elastic else "}"
+        self.brought = 0
         self._flats = [state.flat.detach() for state in states]
-        self._size = sum(map(_room, self._flats))
+        self._size = sum(map(room, self._flats))
         self._held = list(guard.turn.copies)
         self._number = 0
         self.restored: dict[str, Any] | None = None
@@ -72,13 +81,13 @@ class Copies:
             target.copy_(flat, non_blocking=True)
             sums.append(sum_of_bits(flat))  # while it is in the cache
         # Reading the sums also waits for the copies.
-        text = json.dumps({**state, "sums": gather_sums(sums).tolist()}).encode()
+        text = (json.dumps({**state, "sums": gather_sums(sums).tolist()})[:-1] + self._tensors).encode()
         if len(text) > _JSON_BYTES:
             raise RuntimeError(f"{len(text)} bytes of JSON do not fit beside a copy")
         self._maps[slot][self._size : self._size + len(text)] = text
         self._number = max(self._number + 1, first_number(self._guard.round))
-        room, used = len(self._maps[slot]), self._size + len(text)
-        copy = Commit(self._number, step, slot, room, used, zlib.crc32(text), state["run_id"])
+        size, used = len(self._maps[slot]), self._size + len(text)
+        copy = Commit(self._number, step, slot, size, used, zlib.crc32(text), state["run_id"], len(text))
         self._held.append(copy)
         self._guard.say(copy)
 
@@ -90,6 +99,8 @@ class Copies:
             What was wrong with the copies that were not used; empty where there were none.
         """
         problems = []
+        if self._guard.turn.go.lenders:
+            return self._load_borrowed(ctx)
         # One that could not be brought from its keeper in time is on some ranks alone.
         held = gather_texts(json.dumps([copy.number for copy in self._held]), ctx.world, ctx.device)
         common = set.intersection(*(set(json.loads(numbers)) for numbers in held))
@@ -109,6 +120,25 @@ class Copies:
             self._number = -1
         self._held = [copy for copy in self._held if copy.number <= self._number]
         self._guard.say(Loaded(self._number))
+        return problems
+
+    def _load_borrowed(self, ctx: ParallelContext) -> list[str]:
+        """As `load`, from copies of another layout."""
+        go, problems = self._guard.turn.go, list[str]()
+        for number in go.numbers:
+            problem = ""
+            try:
+                with borrow(go, self._guard.turn.token, number) as copies:
+                    self.restored, self.brought = load_borrowed(copies, self._states, ctx.rank)
+            except (OSError, BadFile) as e:
+                problem = str(e)
+            found = list(filter(None, gather_texts(problem, ctx.world, ctx.device)))
+            if not found:
+                self._number = number
+                break
+            problems += found
+            self.restored, self.brought = None, 0
+        self._guard.say(Loaded(self._number if self.restored else -1))
         return problems
 
     @torch.no_grad()
@@ -148,6 +178,7 @@ class Copies:
             return damaged
         self.restored = json.loads(text)
         assert self.restored is not None
+        self.restored.pop("tensors", None)
         return "" if sums_of_bits(self._parts[copy.slot]).tolist() == self.restored.pop("sums") else damaged
 
     def _parts_of(self, memory: mmap.mmap) -> list[torch.Tensor]:
@@ -158,26 +189,5 @@ class Copies:
         for flat in self._flats:
             part = slot[at : at + flat.numel() * flat.element_size()]
             parts.append(part.view(flat.dtype))
-            at += _room(flat)
+            at += room(flat)
         return parts
-
-
-def _room(flat: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes in a slot, where the next one is aligned."""
-    return -(-flat.numel() * flat.element_size() // 8) * 8
-
-
-def sums_of_bits(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum the bits of each tensor as integers, int32: any one flipped bit changes the sum."""
-    return gather_sums([sum_of_bits(flat) for flat in flats])
-
-
-def sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
-    """As `sums_of_bits`, of one tensor."""
-    # Modulo 2^32: a sum in 64 bits takes eighteen times as long as one in 32.
-    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int32)
-
-
-def gather_sums(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sums of tensors as one tensor, on the device of the first."""
-    return torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.empty(0, dtype=torch.int32)

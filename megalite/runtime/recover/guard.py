@@ -122,8 +122,8 @@ class Guard:
                 self._held.hear(message, descriptors)
                 if isinstance(message, messages.Commit) and self._spare is None and self._failures < _MAX_FAILURES:
                     self._start()  # not earlier: its imports would compete with a first step
-            case messages.Listen(world, limit, alone, elsewhere):
-                hub = Hub(self._loop, world, limit, alone, elsewhere, self._spares)
+            case messages.Listen(world, limit, alone, elsewhere, unit, fewest):
+                hub = Hub(self._loop, world, limit, alone, elsewhere, self._spares, unit, fewest)
                 member.packets.send(messages.Listening(hub.port, hub.token))
             case messages.Meet():
                 self._meet(message)
@@ -195,6 +195,7 @@ class Guard:
             return
         if self._spare is None:
             self._start()
+        self._held.lend()
         self._tell(self._held.answer(self._round))
 
     # ------------------------------------------------------------------------------------------ the other ranks
@@ -210,11 +211,11 @@ class Guard:
             self._hub = Link(self._loop, socket.create_connection(address, timeout=_CONNECT_S), self._hear_hub)
         except OSError as e:
             self._leave(1, f"the guard of rank 0 at {address[0]}:{address[1]} cannot be reached ({e})")
-        hello = messages.Hello(self._rank, message.token, network())
+        hello = messages.Hello(self._rank, message.token, network(), host=socket.gethostname())
         if message.elsewhere:
             if self._launcher:
                 signal_when_parent_dies(signal.SIGKILL)  # a lost host, and no reason for the others to stop
-            hello = hello._replace(port=self._held.open(message.host, message.token))
+            hello = hello._replace(port=self._held.open(message.host, message.token, self._rank))
         self._hub.send(hello)
 
     def _kept(self, number: int) -> None:
@@ -278,10 +279,11 @@ class Guard:
         self._round = go.round
         self._broken = False
         self._code = None
-        self._held.go_back(self._round, go.numbers)
-        if go.rank < 0:
-            return  # still in reserve
-        self._rank, self._waits = go.rank, False
+        self._held.go_back(self._round, go.numbers, go.layout, go.rank)
+        self._rank, self._waits = go.rank, go.rank < 0
+        if self._waits:
+            self._held.find_buddy(self._rank, None)
+            return
         self._held.find_buddy(self._rank, go.buddy)
         if go.fetch:
             self._held.fetch(self._rank, go.fetch, go.numbers, partial(self._prepare, go))
@@ -292,7 +294,9 @@ class Guard:
         """Let the next process be the rank, which has all copies that it is to have."""
         if self._broken or self._round != go.round:
             return
-        self._next = messages.Turn(go, self._spares, self._held.copies, self._held.run_id, self._began)
+        go = go._replace(lenders=[self._held.locate(lender) for lender in go.lenders])
+        copies, run_id = self._held.copies, self._held.run_id
+        self._next = messages.Turn(go, self._spares, copies, run_id, self._began, self._held.token)
         if self._spare is None:
             self._start()
         self._hand_over()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megalite.core.base.log import env_int, unfinished_code
 from megalite.runtime.recover import messages
 from megalite.runtime.recover.connections import EventLoop, Link, is_token
-from megalite.runtime.recover.peers import Peer, buddies, find_copies
+from megalite.runtime.recover.peers import Peer, buddies, describe_loss, find_copies, find_lenders
 from megalite.runtime.recover.processes import say
 
 # A rank that dies this often at one step has a cause that no repetition cures.
@@ -59,15 +59,28 @@ class Hub:
         alone: whether all guards are on this host.
         elsewhere: whether guards keep each other's copies, and reserves take the place of those that are gone.
         spares: how many of these the launcher starts.
+        unit: the number of ranks may be any multiple of this, where a lost one cannot be replaced; 0: it stays.
+        fewest: ranks without which the run saves, and ends.
     """
 
     def __init__(
-        self, loop: EventLoop, world: int, limit: int, alone: bool, elsewhere: bool = False, spares: int = 0
+        self,
+        loop: EventLoop,
+        world: int,
+        limit: int,
+        alone: bool,
+        elsewhere: bool = False,
+        spares: int = 0,
+        unit: int = 0,
+        fewest: int = 0,
     ) -> None:
         self._loop = loop
         self._world = world
         self._limit = limit
         self._elsewhere = elsewhere
+        self._unit, self._fewest = unit, max(unit, fewest)
+        # The number of ranks of each layout that there has been, and which is that of the round.
+        self._worlds, self._layout = {0: world}, 0
         # Not at the address of this host's name: here it may be 127.0.1.1, or one that only the others can use.
         both = socket.has_dualstack_ipv6() and not alone
         family, address = socket.AF_INET6 if both else socket.AF_INET, LOOPBACK if alone else ""
@@ -90,6 +103,7 @@ class Hub:
         # Ranks whose guards have not yet said, since the round is broken, which copies there are; and those that have
         # lost their guards since.
         self._silent, self._lost = set[int](), set[int]()
+        self._gone = dict[int, Peer]()
         self._deaths: Counter[tuple[int, int]] = Counter()
         loop.watch(self._server.fileno(), self._accept)
 
@@ -103,7 +117,7 @@ class Hub:
         if not (isinstance(message, messages.Hello) and is_token(message.token, self.token)):
             link.close()
             return
-        peer = Peer(link, message.rank, message.port, message.network)
+        peer = Peer(link, message.rank, message.port, message.network, message.host)
         link.heard = lambda message: self._hear(peer, message)
         if peer.rank < 0:
             self._reserves.append(peer)
@@ -144,6 +158,8 @@ class Hub:
             case messages.Killed() if message.round == self._round:
                 peer.held = {(number, step) for number, step in message.held}
                 peer.kept = {rank: {(number, step) for number, step in held} for rank, held in message.kept}
+                lent = message.lent
+                peer.lent = {(layout, rank): {(number, step) for number, step in held} for layout, rank, held in lent}
                 self._silent.discard(peer.rank)
                 self._go_if_all_are_dead()
             case messages.Done() if message.round == self._round and self._broken is None:
@@ -156,6 +172,7 @@ class Hub:
         if peer in self._reserves:
             self._reserves.remove(peer)
             say(0, f"a rank in reserve is gone with its host or its guard, {len(self._reserves)} left")
+            self._go_if_all_are_dead()
             return
         cause = f"the guard of rank {peer.rank} is gone, and with it what it kept"
         if not self._elsewhere:
@@ -169,7 +186,8 @@ class Hub:
         self._break(peer.rank, f"rank {peer.rank} is gone with its host or its guard", died=True)
         self._silent.add(peer.rank)
         self._lost.add(peer.rank)
-        if self._patience and not self._reserves:
+        self._gone[peer.rank] = peer
+        if self._patience and not self._reserves and not self._fitting():
             say(0, f"no rank is left in reserve: waiting up to {self._patience} s for a host to come back")
         self._fill_vacancies()
 
@@ -189,7 +207,7 @@ class Hub:
             self._broken.dead.update(dead)
             return
         self._broken = _Failure(rank, dead, cause, time.monotonic())
-        self._silent, self._lost = set(range(self._world)), set()
+        self._silent, self._lost, self._gone = set(range(self._world)), set(), {}
         if self._gave_up:
             self._end_unfinished(f"{cause} while the last state was being saved")
             return
@@ -204,6 +222,8 @@ class Hub:
             return
         if len(self._silent) == len(self._vacant) and not self._gave_up:
             self._expected = self._patience = 0
+            if self._unit:  # what those have who say nothing is lost
+                self._reserves = [peer for peer in self._reserves if peer.held is not None]
             self._go_if_all_are_dead()
             return
         why = f"ranks {sorted(self._silent)} could not be ended, or have never been met,"
@@ -231,11 +251,22 @@ class Hub:
         # Ranks without a guard are silent.
         if self._broken is None or self._ended or len(self._silent) > len(self._vacant):
             return
+        world = self._world
         if self._vacant:
-            if not (self._expected or self._patience):
+            world = self._fitting()
+            if self._expected or (self._patience and not world):
+                return
+            if not world:
                 self._ask_for_stand_ins()
-            return
-        common, keepers = find_copies(self._guards, self._world)
+                return
+        common, keepers = find_copies(self._guards, self._world) if world == self._world else ([], {})
+        moves, source, lenders = False, 0, list[Peer]()
+        if self._unit and not common:
+            everyone = [*self._guards.values(), *self._reserves]
+            if any(peer.held is None for peer in everyone):
+                return  # who waits may have what nobody else has
+            source, common, lenders = find_lenders(everyone, self._worlds)
+            moves = world != self._world or bool(common)
         # Where nobody has died, who lost a connection counts.
         ranks = sorted(self._broken.dead) or [self._broken.rank]
         for rank in ranks:
@@ -259,19 +290,49 @@ class Hub:
             gave_up=self._gave_up,
             on_cpu=self._stood_in,
         )
+        if moves:
+            if self._gone:
+                left = [*self._guards.values(), *self._reserves]
+                go = go._replace(cause=describe_loss([*self._gone.values()], [*self._gone], left))
+            go = go._replace(was=self._world, source=source, lenders=[*map(self._address, lenders)])
+            self._take_places(world)
+            keepers = {}
         self._go(go, keepers if common else {})
+
+    def _fitting(self) -> int:
+        """How many of the ranks that are left make whole replicas; 0: too few, or the number of ranks stays."""
+        if not self._unit or self._gave_up:
+            return 0
+        left = len(self._guards) + len(self._reserves)
+        world = min(left // self._unit * self._unit, self._worlds[0])
+        return world if world >= self._fewest else 0
+
+    def _take_places(self, world: int) -> None:
+        """Give the guards that are left new ranks, host by host; who has none is in reserve."""
+        hosts: dict[str, list[Peer]] = {}
+        for peer in [*(self._guards[rank] for rank in sorted(self._guards)), *self._reserves]:
+            hosts.setdefault(peer.network, []).append(peer)
+        peers = [peer for here in hosts.values() for peer in here]
+        for rank, peer in enumerate(peers):
+            peer.rank = rank if rank < world else -1
+        self._guards, self._reserves, self._vacant = dict(enumerate(peers[:world])), peers[world:], []
+        self._world, self._layout = world, self._round + 1
+        self._worlds[self._layout] = world
 
     def _go(self, go: messages.Go, keepers: dict[int, Peer]) -> None:
         self._round = go.round
         self._broken = None
         self._done = set()
+        go = go._replace(layout=self._layout, reserve=len(self._reserves))
+        if self._layout:
+            go = go._replace(world=self._world)
         for rank, address in enumerate(self._addresses_of_buddies() or [None] * self._world):
             fetch = self._address(keepers[rank]) if rank in keepers else None
             self._guards[rank].link.send(go._replace(rank=rank, buddy=address, fetch=fetch))
         for reserve in self._reserves:
             reserve.link.send(go)
         for peer in [*self._guards.values(), *self._reserves]:
-            peer.held = peer.kept = None
+            peer.held = peer.kept = peer.lent = None
 
     def _end_unfinished(self, why: str) -> None:
         self._end(unfinished_code() or UNFINISHED, why, kill=True)

@@ -6,7 +6,7 @@ import torch
 
 from megalite.core.engine import Engine
 from megalite.runtime.options.run import Config
-from megalite.runtime.recover.copies import sums_of_bits
+from megalite.runtime.recover.bit_sums import sums_of_bits
 
 
 class LocalGradients:

@@ -164,9 +164,9 @@ class GuardedRank(Companion):
         else:
             self.turn = told
         if self.turn.go.rank >= 0:
-            take_rank(self.turn.go.rank)
+            take_rank(self.turn.go.rank, self.turn.go.world)
 
-    def host(self, world: int, limit: int, alone: bool, elsewhere: bool) -> str:
+    def host(self, world: int, limit: int, alone: bool, elsewhere: bool, unit: int = 0, fewest: int = 0) -> str:
         """On rank 0: make the guard the hub of all guards.
 
         Args:
@@ -174,11 +174,12 @@ class GuardedRank(Companion):
             limit: recoveries before the run is given up.
             alone: whether no other host has ranks.
             elsewhere: whether copies are kept on other hosts too.
+            unit, fewest: see `Hub`.
 
         Returns:
             Its port, and the token that the others need.
         """
-        self.say(messages.Listen(world, limit, alone, elsewhere))
+        self.say(messages.Listen(world, limit, alone, elsewhere, unit, fewest))
         hub, _ = self._receive(messages.Listening)
         return f"{hub.port} {hub.token}"
 

@@ -31,6 +31,8 @@ class Listen(NamedTuple):
     limit: int
     alone: bool
     elsewhere: bool
+    unit: int = 0
+    fewest: int = 0
 
 
 class Meet(NamedTuple):
@@ -66,6 +68,7 @@ class Commit(NamedTuple):
         bytes: those that it takes, from the slot's beginning.
         crc: of the JSON in it.
         run_id: of the run whose state it is.
+        text: bytes of the JSON, which ends it.
     """
 
     number: int
@@ -75,6 +78,7 @@ class Commit(NamedTuple):
     bytes: int
     crc: int
     run_id: str
+    text: int = 0
 
 
 class Void(NamedTuple):
@@ -104,12 +108,14 @@ class Hello(NamedTuple):
         token: of the hub.
         network: stack that the guard's host uses.
         port: of the guard's keeper; 0 without one.
+        host: its name.
     """
 
     rank: int
     token: str
     network: str
     port: int = 0
+    host: str = ""
 
 
 class Broken(NamedTuple):
@@ -126,11 +132,13 @@ class Killed(NamedTuple):
     Attributes:
         held: copies of the rank.
         kept: copies of other ranks, each with its rank.
+        lent: all that the guard's keeper can hand out, each with its layout and rank: those, and of earlier layouts.
     """
 
     round: int
     held: Sequence[Copy]
     kept: Sequence[tuple[int, Sequence[Copy]]]
+    lent: Sequence[tuple[int, int, Sequence[Copy]]] = ()
 
 
 class Done(NamedTuple):
@@ -168,6 +176,12 @@ class Go(NamedTuple):
         rank: of the guard from here on; -1 in reserve.
         buddy: keeper of the rank's copies from here on; None where copies stay on their host.
         fetch: keeper that has the rank's copies; None where its guard has them, or there are none.
+        layout: number of the layout that ranks are of: that of the round in which it was first.
+        world: number of ranks; 0: the launcher's.
+        was: number of ranks before, where the layout is new; else 0.
+        reserve: number of ranks that wait.
+        source: layout of the copies with these numbers, where it is another one.
+        lenders: of each rank of that layout, the keeper that has its copies.
     """
 
     round: int = 0
@@ -181,6 +195,12 @@ class Go(NamedTuple):
     rank: int = -1
     buddy: Address | None = None
     fetch: Address | None = None
+    layout: int = 0
+    world: int = 0
+    was: int = 0
+    reserve: int = 0
+    source: int = 0
+    lenders: Sequence[Address] = ()
 
 
 class Buddy(NamedTuple):
@@ -224,6 +244,7 @@ class Turn(NamedTuple):
         copies: the whole ones in the slots.
         run_id: of the run that they are from; "" without any.
         began: when the first trainer of the rank was ready, as `time.monotonic`; 0 before.
+        token: of all keepers, for copies that are brought by the trainer itself; "" where there are none.
     """
 
     go: Go = Go()
@@ -231,6 +252,7 @@ class Turn(NamedTuple):
     copies: Sequence[Commit] = ()
     run_id: str = ""
     began: float = 0.0
+    token: str = ""
 
 
 class Listening(NamedTuple):
@@ -259,6 +281,7 @@ class Keep(NamedTuple):
     token: str
     rank: int
     round: int
+    layout: int = 0
 
 
 class Fetch(NamedTuple):
@@ -267,6 +290,23 @@ class Fetch(NamedTuple):
     token: str
     rank: int
     numbers: Sequence[int]
+    layout: int = 0
+
+
+class Borrow(NamedTuple):
+    """Parts of a copy are to be sent: the answer is its `Commit`, then the bytes of each `Range` that is asked for."""
+
+    token: str
+    layout: int
+    rank: int
+    number: int
+
+
+class Range(NamedTuple):
+    """So many bytes of a copy, from this one on."""
+
+    at: int
+    bytes: int
 
 
 class Have(NamedTuple):
@@ -279,7 +319,7 @@ FromTrainer = Here | Listen | Meet | Ready | Leaving | Slots | Commit | Void | L
 ToTrainer = Wait | Turn | Listening | Kept | Leave
 FromGuard = Hello | Broken | Killed | Done | Final
 FromHub = Break | Go | Buddy | StandIn | End
-WithKeeper = Keep | Fetch | Have | Commit | Kept
+WithKeeper = Keep | Fetch | Borrow | Range | Have | Commit | Kept
 Message = FromTrainer | ToTrainer | FromGuard | FromHub | WithKeeper
 
 _KINDS: dict[str, Callable[..., Message]] = {kind.__name__: kind for kind in get_args(Message)}

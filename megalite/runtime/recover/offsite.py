@@ -2,7 +2,8 @@
 
 All of it happens in threads beside the guard's event loop, and over TCP. Standard library only.
 
-A connection begins with a `Keep` or a `Fetch`. A copy is a line, its `Commit`, and after it the beginning of the slot.
+A connection begins with a `Keep`, a `Fetch` or a `Borrow`. A copy is a line, its `Commit`, and after it the beginning
+of the slot. Copies are known by their layout and rank: in another layout the same rank holds something else.
 """
 
 from __future__ import annotations
@@ -12,19 +13,32 @@ import mmap
 import queue
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TypeVar
 
 from megalite.runtime.base.child import free_memory, shared_memory
 from megalite.runtime.base.untrusted import BadFile
 from megalite.runtime.recover.connections import MAX_MESSAGE, EventLoop, is_token, keep_alive
-from megalite.runtime.recover.messages import Address, Commit, Copy, Fetch, Have, Keep, Kept, Message, decode, encode
+from megalite.runtime.recover.messages import (
+    Address,
+    Borrow,
+    Commit,
+    Copy,
+    Fetch,
+    Have,
+    Keep,
+    Kept,
+    Message,
+    Range,
+    decode,
+    encode,
+)
 
 NUM_SLOTS = 3
 # A guard that says nothing for so long, where it should, does not work any more.
 _SILENT_S = 30.0
 
-_T = TypeVar("_T", Have, Kept)
+_T = TypeVar("_T", Have, Kept, Commit)
 
 
 def first_number(round_: int) -> int:
@@ -51,11 +65,11 @@ class _Ward:
         round: of the guard that writes, or wrote last.
         connection: to it; None where it has hung up.
         readers: how many guards fetch copies.
+        shared: whether the memory is that of a rank that may train on.
     """
 
-    def __init__(self) -> None:
-        self.memory: list[mmap.mmap] = []
-        self.copies: list[Commit] = []
+    def __init__(self, memory: Sequence[mmap.mmap] = (), copies: Sequence[Commit] = (), shared: bool = False) -> None:
+        self.memory, self.copies, self.shared = [*memory], [*copies], shared
         self.round = self.readers = 0
         self.connection: socket.socket | None = None
         self.writing = threading.Lock()
@@ -70,7 +84,7 @@ class Keeper:
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self._wards = dict[int, _Ward]()
+        self._wards = dict[tuple[int, int], _Ward]()
         self._lock = threading.Lock()
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
@@ -78,18 +92,32 @@ class Keeper:
         self.port = self._server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def held(self) -> dict[int, list[Copy]]:
-        """Return number and step of the copies that are whole, by rank."""
+    def held(self) -> dict[tuple[int, int], list[Copy]]:
+        """Return number and step of the copies that are whole, by layout and rank."""
         with self._lock:
-            return {rank: [(copy.number, copy.step) for copy in w.copies] for rank, w in self._wards.items()}
+            return {place: [(copy.number, copy.step) for copy in w.copies] for place, w in self._wards.items()}
+
+    def lend(self, place: tuple[int, int], copies: Sequence[Commit], slots: Sequence[int]) -> None:
+        """Hand out this guard's own copies too, of a layout and rank, until `take_back`."""
+        memory = [mmap.mmap(slot, copies[0].room) for slot in slots]
+        with self._lock:
+            self._wards[place] = _Ward(memory, copies, shared=True)
+
+    def take_back(self, place: tuple[int, int], gives: bool) -> None:
+        """Have this guard's own copies for itself again, or, where it `gives` them, never again."""
+        with self._lock:
+            if (ward := self._wards.get(place)) is not None and ward.shared:
+                ward.shared = False
+                if not gives:
+                    del self._wards[place]
 
     def forget(self, stale: Callable[[int], bool]) -> None:
         """Drop copies with such numbers, and the memory of ranks that have none left and send none."""
         with self._lock:
-            for rank, ward in list(self._wards.items()):
+            for place, ward in list(self._wards.items()):
                 ward.copies = [copy for copy in ward.copies if not stale(copy.number)]
-                if not ward.copies and ward.connection is None and not ward.readers:
-                    free_memory(self._wards.pop(rank).memory)
+                if not ward.copies and ward.connection is None and not ward.readers and not ward.shared:
+                    free_memory(self._wards.pop(place).memory)
 
     def _accept(self) -> None:
         while True:
@@ -106,22 +134,25 @@ class Keeper:
             keep_alive(connection)
             stream = connection.makefile("rb")
             asked = _read_line(stream)
-            if not (isinstance(asked, Fetch | Keep) and is_token(asked.token, self._token)):
+            if not (isinstance(asked, Fetch | Keep | Borrow) and is_token(asked.token, self._token)):
                 return
             connection.settimeout(None)
-            if isinstance(asked, Fetch):
-                self._hand_out(connection, asked.rank, asked.numbers)
-            else:
-                self._keep(asked.rank, asked.round, connection, stream)
+            match asked:
+                case Fetch():
+                    self._hand_out(connection, asked)
+                case Borrow():
+                    self._hand_out_parts(connection, asked, stream)
+                case Keep():
+                    self._keep(asked, connection, stream)
 
-    def _keep(self, rank: int, round_: int, connection: socket.socket, stream: IO[bytes]) -> None:
+    def _keep(self, asked: Keep, connection: socket.socket, stream: IO[bytes]) -> None:
         with self._lock:
-            ward = self._wards.setdefault(rank, _Ward())
-            if round_ < ward.round:
+            ward = self._wards.setdefault((asked.layout, asked.rank), _Ward())
+            if asked.round < ward.round:
                 return
             before = ward.connection
             ward.connection = connection
-            ward.round = round_
+            ward.round = asked.round
         if before is not None:
             # The guard's connection of an earlier round, which must not write any more.
             _shut(before)
@@ -145,15 +176,28 @@ class Keeper:
         with self._lock:
             ward.copies.append(copy._replace(slot=slot))
 
-    def _hand_out(self, connection: socket.socket, rank: int, numbers: Sequence[int]) -> None:
-        with self._lock:
-            ward = self._wards.get(rank, _Ward())
-            ward.readers += 1
-            wanted = [(copy, ward.memory[copy.slot]) for copy in ward.copies if copy.number in numbers]
-        try:
+    def _hand_out(self, connection: socket.socket, asked: Fetch) -> None:
+        with self._reading((asked.layout, asked.rank), asked.numbers) as wanted:
             for copy, memory in wanted:
                 _send_line(connection, copy)
-                connection.sendall(memoryview(memory)[: copy.bytes])
+                connection.sendall(memory[: copy.bytes])
+
+    def _hand_out_parts(self, connection: socket.socket, asked: Borrow, stream: IO[bytes]) -> None:
+        with self._reading((asked.layout, asked.rank), [asked.number]) as wanted:
+            for copy, memory in wanted:
+                _send_line(connection, copy)
+                while isinstance(part := _read_line(stream), Range):
+                    connection.sendall(memory[part.at : part.at + part.bytes])
+
+    @contextlib.contextmanager
+    def _reading(self, place: tuple[int, int], numbers: Sequence[int]) -> Iterator[list[tuple[Commit, memoryview]]]:
+        """Those of a rank's copies that have these numbers, whose memory is not given back meanwhile."""
+        with self._lock:
+            ward = self._wards.get(place, _Ward())
+            ward.readers += 1
+            wanted = [(copy, memoryview(ward.memory[copy.slot])) for copy in ward.copies if copy.number in numbers]
+        try:
+            yield wanted
         finally:
             with self._lock:
                 ward.readers -= 1
@@ -169,6 +213,7 @@ class Sender:
         token: what it wants to hear.
         rank: this guard's.
         round_: from which on copies are sent.
+        layout: of the rank.
     """
 
     def __init__(
@@ -180,6 +225,7 @@ class Sender:
         round_: int,
         kept: Callable[[int], None],
         failed: Callable[[str], None],
+        layout: int = 0,
     ) -> None:
         self._loop = loop
         self._kept = kept
@@ -187,7 +233,7 @@ class Sender:
         self._copies: queue.SimpleQueue[tuple[Commit, int] | None] = queue.SimpleQueue()
         self._closed = False
         self._connection: socket.socket | None = None
-        threading.Thread(target=self._run, args=(address, Keep(token, rank, round_)), daemon=True).start()
+        threading.Thread(target=self._run, args=(address, Keep(token, rank, round_, layout)), daemon=True).start()
 
     def put(self, copy: Commit, slot: int) -> None:
         """Send a copy, which stays in the slot until `kept` is called."""
@@ -227,20 +273,21 @@ def fetch(
     rank: int,
     numbers: Sequence[int],
     done: Callable[[list[Commit], list[int]], None],
+    layout: int = 0,
 ) -> None:
     """Have a rank's copies brought from the guard that keeps them.
 
     Args:
         loop: where `done` is called, with the copies that came whole and the slots that they are in.
         address, token: of that guard's keeper.
-        rank: whose copies.
+        rank, layout: whose copies.
         numbers: which.
     """
 
     def run() -> None:
         copies: list[Commit] = []
         slots: list[int] = []
-        hello = Fetch(token, rank, numbers)
+        hello = Fetch(token, rank, numbers, layout)
         with contextlib.suppress(OSError, BadFile), _connect(address, hello) as connection:
             stream = connection.makefile("rb")
             while isinstance(copy := _read_line(stream), Commit):
@@ -253,7 +300,41 @@ def fetch(
     threading.Thread(target=run, daemon=True).start()
 
 
-def _connect(address: Address, hello: Keep | Fetch) -> socket.socket:
+class Borrowed:
+    """A copy that a keeper has, of which parts are brought; to be closed.
+
+    Args:
+        address, token: of the keeper.
+        layout, rank, number: of the copy.
+
+    Attributes:
+        copy: its commit.
+
+    Raises:
+        ConnectionError: the keeper does not have it.
+        OSError, BadFile: it cannot be reached, or says something else.
+    """
+
+    def __init__(self, address: Address, token: str, layout: int, rank: int, number: int) -> None:
+        self._connection = _connect(address, Borrow(token, layout, rank, number))
+        self._stream = self._connection.makefile("rb")
+        self.copy = _hear(self._stream, Commit)
+
+    def read(self, at: int, size: int) -> bytearray:
+        """Bring so many bytes, from byte `at` on; raises as opening does."""
+        out = bytearray(size)
+        if size:
+            _send_line(self._connection, Range(at, size))
+            _fill(out, size, self._stream)
+        return out
+
+    def close(self) -> None:
+        """Hang up."""
+        self._stream.close()
+        self._connection.close()
+
+
+def _connect(address: Address, hello: Keep | Fetch | Borrow) -> socket.socket:
     connection = socket.create_connection(address, timeout=_SILENT_S)
     keep_alive(connection)
     _send_line(connection, hello)
@@ -283,7 +364,7 @@ def _read_line(stream: IO[bytes]) -> Message | None:
     return decode(line) if line.endswith(b"\n") else None
 
 
-def _fill(memory: mmap.mmap, size: int, stream: IO[bytes]) -> None:
+def _fill(memory: mmap.mmap | bytearray, size: int, stream: IO[bytes]) -> None:
     """Read the beginning of a slot; raises ConnectionError if the other side hangs up."""
     with memoryview(memory) as view:
         at = 0

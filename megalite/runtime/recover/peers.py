@@ -12,19 +12,25 @@ from megalite.runtime.recover.messages import Copy
 
 @dataclass
 class Peer:
-    """A guard; `held` and `kept` are of the round that is broken, None before it has answered.
+    """A guard; what it has is of the round that is broken, None before it has answered.
 
     Attributes:
         rank: -1 in reserve.
         port: of its keeper.
+        network, host: network stack of its host, and the host's name.
+        held: copies of its rank.
+        kept: copies of other ranks, by rank.
+        lent: all copies that its keeper can hand out, by layout and rank.
     """
 
     link: Link
     rank: int
     port: int
     network: str
+    host: str = ""
     held: set[Copy] | None = None
     kept: dict[int, set[Copy]] | None = None
+    lent: dict[tuple[int, int], set[Copy]] | None = None
 
 
 def buddies(hosts: Sequence[str]) -> list[int | None]:
@@ -76,6 +82,55 @@ def find_copies(guards: Mapping[int, Peer], world: int) -> tuple[list[Copy], dic
         common &= copies
         keepers[rank] = guards[keeper]
     return sorted(common, reverse=True), keepers
+
+
+def find_lenders(peers: Sequence[Peer], worlds: Mapping[int, int]) -> tuple[int, list[Copy], list[Peer]]:
+    """Find the newest layout of which copies of one step are somewhere for every rank.
+
+    Args:
+        peers: all guards, those in reserve too.
+        worlds: number of ranks of each layout.
+
+    Returns:
+        The layout; the copies that there are for all of its ranks, the newest first; and for each rank who has them.
+        All empty, of layout 0, where there is none.
+    """
+    for layout in sorted(worlds, reverse=True):
+        wards = [[(p, (p.lent or {}).get((layout, rank), set())) for p in peers] for rank in range(worlds[layout])]
+        common = set.intersection(*(set[Copy]().union(*(held for _, held in there)) for there in wards))
+        if not common:
+            continue
+        newest, lenders = max(common), list[Peer]()
+        for there in wards:
+            # All from one keeper: of those with the newest, one with the most of the others, and with least to send.
+            lent = [(newest in held, len(held & common), -sum(p is peer for p in lenders)) for peer, held in there]
+            at = lent.index(max(lent))
+            common &= there[at][1]
+            lenders.append(peers[at])
+        return layout, sorted(common, reverse=True), lenders
+    return 0, [], []
+
+
+def describe_loss(lost: Sequence[Peer], ranks: Sequence[int], left: Sequence[Peer]) -> str:
+    """Say which hosts are gone, and of hosts with guards that are left which ranks.
+
+    Args:
+        lost: guards that are gone.
+        ranks: those that they had.
+        left: the others.
+    """
+    words, here = [], {peer.network for peer in left}
+    for network in dict.fromkeys(peer.network for peer in lost):
+        own = sorted(rank for peer, rank in zip(lost, ranks) if peer.network == network)
+        host = next(peer.host for peer in lost if peer.network == network)
+        in_a_row = len(own) > 2 and own[-1] - own[0] == len(own) - 1
+        span = f"{own[0]} to {own[-1]}" if in_a_row else ", ".join(map(str, own))
+        several, are = ("s", "are") if len(own) > 1 else ("", "is")
+        if network in here:
+            words.append(f"the guard{several} of rank{several} {span} on host {host} {are} lost")
+        else:
+            words.append(f"host {host} is lost (rank{several} {span})")
+    return " and ".join(words)
 
 
 def _most(ward: tuple[set[Copy], int]) -> tuple[int, int]:

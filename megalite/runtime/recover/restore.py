@@ -16,7 +16,9 @@ from megalite.core.build import build_engine
 from megalite.core.engine import Engine
 from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
 from megalite.core.mesh.rendezvous import RENDEZVOUS_TIMEOUT, join_store, store_host, under_torchrun
+from megalite.core.rows import share_of
 from megalite.runtime.checkpoint.load import find_good
 from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
@@ -29,6 +31,8 @@ from megalite.runtime.recover.hub import LOOPBACK
 from megalite.runtime.recover.member import Companion, GuardedRank
 from megalite.runtime.start.resume import Source
 
+# With --elastic: an address of IPv6 and a port take up to 60 bytes of `MAX_MESSAGE`.
+_MOST_RANKS = 2048
 # Key of the launcher's store.
 _HUB = "megalite/hub"
 
@@ -50,17 +54,38 @@ def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None
     assert isinstance(companion, GuardedRank)
     spares, rule = cfg.run.spare_ranks, "must be known before the ranks start"
     require(companion.turn.spares == spares, f"--spare-ranks {spares}", rule, "give it on the command line")
+    if cfg.run.elastic:
+        _check_sizes(cfg, ctx)
     if companion.round == 0:
         alone = len(set(gather_texts(network(), ctx.world, ctx.device))) == 1
         elsewhere, offer = cfg.run.recover == "host", ""
         require(not (alone and elsewhere), "--recover host", "needs ranks on several hosts", "use --recover process")
         if ctx.rank == 0:
-            offer = companion.host(ctx.world.size, cfg.run.max_recoveries, alone, elsewhere)
+            unit = Grid.from_config(cfg.parallel).world if cfg.run.elastic else 0
+            sizes = unit, cfg.run.min_ranks
+            offer = companion.host(ctx.world.size, cfg.run.max_recoveries, alone, elsewhere, *sizes)
             if cfg.run.spare_ranks:
                 join_store()[0].set(_HUB, offer)
         offer = gather_texts(offer, ctx.world, ctx.device)[0]
         companion.meet(ctx.rank, f"{LOOPBACK if alone else store_host()} {offer}", elsewhere)
     companion.met = time.monotonic()
+
+
+def _check_sizes(cfg: Config, ctx: ParallelContext) -> None:
+    """Check that a step runs on every number of ranks that `--elastic` may leave.
+
+    Raises:
+        UserError: on some it does not, there are fewer ranks than `--min-ranks`, or more than guards can speak of.
+    """
+    fewest, world = cfg.run.min_ranks, ctx.world.size
+    rule = f"names the hosts of all ranks in one message, which has room for {_MOST_RANKS}"
+    require(world <= _MOST_RANKS, f"--elastic on {world} ranks", rule, "use --spare-ranks without it")
+    rule = f"is more than the {world} ranks that train"
+    require(fewest <= world, f"--min-ranks {fewest}", rule, "lower it, or start more ranks")
+    unit = Grid.from_config(cfg.parallel).world
+    for ranks in range(unit, world + 1, unit):
+        if ranks >= fewest:
+            cfg.num_microbatches(Grid.from_config(cfg.parallel, ranks)["dp"])
 
 
 def find_hub(waits: bool) -> str:
@@ -103,7 +128,8 @@ def open_copies(engine: Engine[Config], companion: Companion) -> Copies | None:
         return None
     assert isinstance(companion, GuardedRank)
     optimizer = engine.optimizer
-    copies = Copies(companion, optimizer.states(), engine.cfg.run.recover == "host")
+    run = engine.cfg.run
+    copies = Copies(companion, optimizer.states(), run.recover == "host", run.elastic)
     problems = copies.load(engine.ctx)
     for problem in problems:
         older = "the copies before it" if copies.restored else "the newest checkpoint on disk"
@@ -189,7 +215,8 @@ def record_recovery(run: Run) -> bool:
     if companion.round == 0:
         return False
     go, met, now = companion.turn.go, companion.met, time.monotonic()
-    back = f"{go.cause}: back to step {run.step}"
+    resized = f": {_describe_resize(run)}" if go.was else ""
+    back = f"{go.cause}{resized}: back to step {run.step}"
     if run.engine.ctx.rank != 0:
         logger.info(back)  # other hosts' clocks say nothing of when it died
         return True
@@ -199,4 +226,22 @@ def record_recovery(run: Run) -> bool:
     seconds = {"end": go.gone - go.died, "meet": met - go.gone, "load": now - met}
     told = {"round": go.round, "ranks": go.ranks, "cause": go.cause, "seconds": seconds}
     run.metrics.event("recovery", step=run.step, **told)
+    if go.was:
+        sizes = {"from": go.was, "to": run.engine.ctx.world.size, "reserve": go.reserve, "cause": go.cause}
+        brought = {"bytes": run.copies.brought if run.copies else 0, "seconds": now - go.died}
+        run.metrics.event("resize", step=run.step, round=go.round, **sizes, **brought)
+        for path in (run.engine.cfg.run.folder / "logs").glob("rank_*.pid"):
+            if int(path.stem.removeprefix("rank_")) >= run.engine.ctx.world.size:
+                path.unlink(missing_ok=True)  # a rank that is no more
     return True
+
+
+def _describe_resize(run: Run) -> str:
+    """Say on how many replicas a run goes on, and how they share a step."""
+    cfg, ctx, go = run.engine.cfg, run.engine.ctx, run.companion.turn.go
+    size, micro, dp = cfg.train.batches.size(run.step + 1), cfg.train.micro_batch_size, ctx.dp.size
+    counts = [len(share_of(size, dp, replica, micro)) // micro for replica in range(dp)]
+    each = f" as {' '.join(map(str, counts))}" if dp <= 16 else ""
+    waiting = f", {go.reserve} rank{'s' * (go.reserve > 1)} in reserve" * (go.reserve > 0)
+    alone = ", and no other host keeps copies" * (go.buddy is None)
+    return f"dp {go.was * dp // ctx.world.size} -> {dp}, {size // micro} micro-batches{each}{waiting}{alone}"

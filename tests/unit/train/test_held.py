@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ class Guard:
         self.kept: list[int] = []
         self.failed: list[str] = []
         self.held: Any = Held(self.loop, self.kept.append, self.failed.append)
-        self.port = self.held.open("127.0.0.1", "secret") if keeps else 0
+        self.port = self.held.open("127.0.0.1", "secret", rank) if keeps else 0
 
     def trains(self) -> None:
         self.held.hear(Slots(), make_slots(ROOM))
@@ -205,10 +206,50 @@ def test_a_rank_moves_to_another_guard() -> None:
     assert other.keeps(0) == [1, 2]
     other.trains()
     mine.held._sender.close()
-    heir.until(lambda: other.held.keeper._wards[0].connection is None)
+    heir.until(lambda: other.held.keeper._wards[0, 0].connection is None)
     for number in range(4):
         other.commits(number, round_=1)
     assert not other.held.answer(0).kept
+
+
+def test_copies_of_an_earlier_layout_are_lent_until_the_third_in_the_new_one() -> None:
+    """By then the first is whole everywhere. What is lent is no memory that another trainer may write to."""
+    mine, other = pair()
+    for number in range(3):
+        mine.commits(number)
+        mine.until(lambda number=number: number in mine.kept)
+    mine.held.lend()
+    for guard in (mine, other):
+        guard.held.go_back(1, [1, 2], layout=1, rank=guard.rank)
+    assert (mine.has(), mine.held.slots) == ([], [])
+    mine.trains()
+    mine.buddy(other)
+    for count in range(3):
+        lent = {(layout, rank): copies for layout, rank, copies in mine.held.answer(1).lent}
+        assert lent == {(0, 0): [(1, 1), (2, 2)]}, count
+        for keeper in (mine, other):
+            with closing(offsite.Borrowed(("127.0.0.1", keeper.port), "secret", 0, 0, 2)) as copy:
+                assert copy.copy.step == 2
+                assert copy.read(100, 300) == bytes([2]) * 300
+        number = mine.commits(count, round_=1)
+        mine.until(lambda number=number: number in mine.kept)
+    assert not mine.held.answer(1).lent
+    # Its own rank has made none yet.
+    assert {(layout, rank) for layout, rank, _ in other.held.answer(1).lent} == {(0, 0), (1, 0)}
+    assert other.keeps(0) == [first_number(1) + count for count in range(3)]
+
+
+def test_a_round_in_the_same_layout_takes_back_what_was_lent() -> None:
+    mine, _ = pair()
+    mine.commits(0)
+    before = slots()
+    mine.held.lend()
+    assert [place[:2] for place in mine.held.answer(0).lent] == [(0, 0)]
+    mine.held.go_back(1, [0], rank=0)
+    assert mine.has() == [0]
+    assert not mine.held.answer(1).lent
+    assert slots() == before
+    assert os.pread(mine.held.slots[0], 1000, 0) == bytes(1000)
 
 
 def test_what_is_brought_for_a_round_that_is_over_is_dropped() -> None:

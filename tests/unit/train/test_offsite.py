@@ -66,7 +66,7 @@ def test_three_copies_are_kept_and_handed_out() -> None:
     ward = Ward(Keeper("secret"))
     for number in range(1, 6):
         ward.send(number)
-    assert ward.keeper.held() == {3: [(3, 30), (4, 40), (5, 50)]}
+    assert ward.keeper.held() == {(0, 3): [(3, 30), (4, 40), (5, 50)]}
     assert ward.fetch(4, 5, 9) == {4: padded(4), 5: padded(5)}
 
 
@@ -76,12 +76,12 @@ def test_a_run_that_went_back_voids_later_copies() -> None:
     for number in (1, 2, 3):
         ward.send(number)
     ward.keeper.forget(lambda number: number > 2)
-    assert ward.keeper.held() == {3: [(1, 10), (2, 20)]}
+    assert ward.keeper.held() == {(0, 3): [(1, 10), (2, 20)]}
     ward.sender.close()
     ward.connect()
     ward.kept.clear()
     ward.send(2)
-    assert ward.keeper.held() == {3: [(1, 10), (2, 20)]}
+    assert ward.keeper.held() == {(0, 3): [(1, 10), (2, 20)]}
     ward.send(3)
     assert ward.fetch(1, 2, 3) == {1: padded(1), 2: padded(2), 3: padded(3)}
 
@@ -94,7 +94,7 @@ def test_memory_is_given_back_once_nobody_reads_it() -> None:
     for number in (1, 2, 3):
         ward.send(number)
     ward.sender.close()
-    kept = keeper._wards[3]
+    kept = keeper._wards[0, 3]
     ward.until(lambda: kept.connection is None)
     # The connection holds less than that: the keeper is in the middle of it until it is read.
     keeper._server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -96,7 +96,7 @@ def test_messages_arrive_as_they_were_sent() -> None:
     assert len({kind.__name__ for kind in kinds}) == len(kinds) > 20
     sent = [kind(*range(len(kind._fields))) for kind in kinds]
     commit: Any = Commit(*range(7))  # type: ignore[arg-type]
-    sent.append(Turn(Go(1, [2], [0], cause="x", buddy=None), 3, [commit], "y", 4.5))
+    sent.append(Turn(Go(1, [2], [0], cause="x", buddy=None, lenders=[]), 3, [commit], "y", 4.5))
     for message in sent:
         came = decode(encode(message))
         assert (type(came), came) == (type(message), message)
@@ -242,7 +242,7 @@ def test_a_rank_without_its_launcher_takes_part_in_no_recovery(make: Callable[..
         make(launcher=1).told(Break(0))
     rank = make(launcher=os.getppid())
     rank.told(Break(0))
-    assert rank.hears(Killed) == Killed(0, [], [])
+    assert rank.hears(Killed) == Killed(0, [], [], [])
     rank.go()
     rank.train()
     rank.guard._launcher = 1

@@ -1,0 +1,322 @@
+"""The hub of a run whose number of ranks may fall: who goes on, as which rank, from whose copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+from megalite.runtime.recover.hub import Hub
+from megalite.runtime.recover.messages import Break, End, FromHub, Go, Hello, Killed, StandIn
+from megalite.runtime.recover.offsite import first_number
+from megalite.runtime.recover.peers import Peer, describe_loss
+
+Places = dict[tuple[int, int], list[int]]
+
+
+class Timers:
+    """An event loop whose time passes as a test says."""
+
+    def __init__(self) -> None:
+        self.timers: list[Any] = []
+
+    def watch(self, descriptor: int, callback: object) -> None:
+        pass
+
+    def forget(self, descriptor: int) -> None:
+        pass
+
+    def after(self, seconds: float, callback: Any) -> None:
+        self.timers.append(callback)
+
+
+class Guard:
+    """A guard on a host of its own, and the end of its connection that the hub has.
+
+    Attributes:
+        has: numbers of the copies that it can hand out, by layout and rank; its own among them.
+    """
+
+    def __init__(self, hub: Hub, number: int, rank: int) -> None:
+        self.peer, self.number, self.rank, self.layout = f"10.0.0.{number}", number, rank, 0
+        self.has: Places = {}
+        self.told: list[FromHub] = []
+        self.heard: Any = None
+        hub._introduce(self, Hello(rank, hub.token, self.peer, number, f"node{number}"))  # type: ignore[arg-type]
+
+    def send(self, message: FromHub) -> None:
+        self.told.append(message)
+        if isinstance(message, Go):
+            self.rank, self.layout = message.rank, message.layout
+
+    def close(self) -> None:
+        raise AssertionError("the hub has hung up on a guard")
+
+    def go(self) -> Go:
+        assert isinstance(self.told[-1], Go), self.told
+        return self.told[-1]
+
+    def answers(self, round_: int) -> None:
+        assert self.told[-1] == Break(round_)
+        held = [(n, n) for n in self.has.get((self.layout, self.rank), [])]
+        kept = [
+            (rank, [(n, n) for n in numbers])
+            for (layout, rank), numbers in self.has.items()
+            if layout == self.layout and rank != self.rank
+        ]
+        lent = [(*place, [(n, n) for n in numbers]) for place, numbers in self.has.items()]
+        self.heard(Killed(round_, held, kept, lent))
+
+
+class Run:
+    def __init__(self, world: int, unit: int, fewest: int = 0, spares: int = 0) -> None:
+        self.loop = Timers()
+        self.hub = Hub(self.loop, world, 100, False, True, spares, unit, fewest)  # type: ignore[arg-type]
+        self.guards = [Guard(self.hub, rank, rank) for rank in range(world)]
+
+    def copy(self, *numbers: int) -> None:
+        """All ranks have these copies, and so has another guard."""
+        trainers = sorted((guard for guard in self.guards if guard.rank >= 0), key=lambda guard: guard.rank)
+        for i, guard in enumerate(trainers):
+            for keeper in (guard, trainers[(i + len(trainers) // 2) % len(trainers)]):
+                keeper.has[guard.layout, guard.rank] = [*numbers]
+
+    def copy_one(self, number: int, missing: float, random: Random) -> None:
+        """As the ranks do, one copy; some may miss it, or its keeper."""
+        trainers = sorted((guard for guard in self.guards if guard.rank >= 0), key=lambda guard: guard.rank)
+        for i, guard in enumerate(trainers):
+            for keeper in (guard, trainers[(i + len(trainers) // 2) % len(trainers)]):
+                if random.random() < missing:
+                    break
+                own = keeper.has.setdefault((guard.layout, guard.rank), [])
+                own[:] = [*own, number][-3:]
+
+    def settle(self) -> None:
+        """Guards drop what the round does not go on from."""
+        for guard in self.guards:
+            numbers = guard.go().numbers
+            guard.has = {place: kept for place, c in guard.has.items() if (kept := [n for n in c if n in numbers])}
+            if guard.go().fetch and numbers:
+                guard.has[guard.layout, guard.rank] = [*numbers]
+
+    def lose(self, *numbers: int) -> None:
+        """Guards of these numbers are gone; the others have answered."""
+        round_, lost = self.hub._round, [guard for guard in self.guards if guard.number in numbers]
+        self.guards = [guard for guard in self.guards if guard not in lost]
+        for guard in lost:
+            guard.heard(None)
+        for guard in self.guards:
+            # One in reserve need not have answered for a round to begin.
+            if guard.told[-1] == Break(round_):
+                guard.answers(round_)
+
+    def goes(self) -> dict[int, Go]:
+        return {guard.number: guard.go() for guard in self.guards}
+
+
+@pytest.fixture
+def made() -> Iterator[list[Run]]:
+    runs: list[Run] = []
+    yield runs
+    for run in runs:
+        run.hub._server.close()
+
+
+def begin(made: list[Run], world: int, unit: int, fewest: int = 0, spares: int = 0) -> Run:
+    made.append(Run(world, unit, fewest, spares))
+    return made[-1]
+
+
+def test_three_of_four_go_on(made: list[Run]) -> None:
+    run = begin(made, 4, 1)
+    run.copy(1, 2)
+    run.lose(1)
+    goes = run.goes()
+    assert {number: go.rank for number, go in goes.items()} == {0: 0, 2: 1, 3: 2}
+    for go in goes.values():
+        assert (go.world, go.was, go.layout, go.source, go.reserve, go.numbers) == (3, 4, 1, 0, 0, [2, 1])
+        assert go.cause == "host node1 is lost (rank 1)"
+        assert go.fetch is None
+        # Of rank 1 the copies are with host 3.
+        assert [port for _, port in go.lenders] == [0, 3, 2, 3]
+    assert [goes[number].buddy[1] for number in (0, 2, 3)] == [2, 3, 0]  # type: ignore[index]
+
+
+def test_the_second_loss_comes_before_the_first_copy(made: list[Run]) -> None:
+    run = begin(made, 4, 1)
+    run.copy(1, 2)
+    run.lose(1)
+    run.guards[1].has[1, 1] = [first_number(1)]  # one rank alone has made it
+    run.lose(2)
+    for rank, go in enumerate(run.goes().values()):
+        assert (go.rank, go.world, go.was, go.layout, go.source, go.numbers) == (rank, 2, 3, 2, 0, [2, 1])
+        assert [port for _, port in go.lenders] == [0, 3, 0, 3]
+
+
+def test_the_second_loss_comes_after_it(made: list[Run]) -> None:
+    run = begin(made, 4, 1)
+    run.copy(1, 2)
+    run.lose(1)
+    new = first_number(1)
+    run.copy(new)
+    run.lose(2)
+    for go in run.goes().values():
+        assert (go.world, go.layout, go.source, go.numbers) == (2, 2, 1, [new])
+        assert [port for _, port in go.lenders] == [0, 3, 0]
+
+
+def test_a_trainer_dies_before_the_first_copy(made: list[Run]) -> None:
+    """The ranks stay, but what they load is of the layout before."""
+    run = begin(made, 4, 1)
+    run.copy(1)
+    run.lose(1)
+    run.hub._break(2, "rank 2 died", died=True)
+    for guard in run.guards:
+        guard.answers(1)
+    for rank, go in enumerate(run.goes().values()):
+        assert (go.rank, go.world, go.was, go.layout, go.source, go.numbers) == (rank, 3, 3, 2, 0, [1])
+
+
+def test_a_trainer_dies_after_it(made: list[Run]) -> None:
+    run = begin(made, 4, 1)
+    run.copy(1)
+    run.lose(1)
+    run.copy(first_number(1))
+    run.hub._break(2, "rank 2 died", died=True)
+    for guard in run.guards:
+        guard.answers(1)
+    for rank, go in enumerate(run.goes().values()):
+        assert (go.rank, go.world, go.was, go.layout, [*go.lenders]) == (rank, 3, 0, 1, [])
+
+
+def test_who_is_left_over_waits_and_fills_the_next_loss(made: list[Run]) -> None:
+    run = begin(made, 6, 2)
+    run.copy(1)
+    run.lose(4)
+    goes = run.goes()
+    assert {number: go.rank for number, go in goes.items()} == {0: 0, 1: 1, 2: 2, 3: 3, 5: -1}
+    assert {(go.world, go.reserve) for go in goes.values()} == {(4, 1)}
+    # It alone has the copies of rank 5, and so is waited for.
+    assert [port for _, port in goes[0].lenders][5] == 5
+    run.copy(first_number(1))
+    run.lose(2)
+    goes = run.goes()
+    assert {number: go.rank for number, go in goes.items()} == {0: 0, 1: 1, 3: 3, 5: 2}
+    assert {(go.world, go.was, go.layout, go.reserve) for go in goes.values()} == {(4, 0, 1, 0)}
+    assert goes[5].fetch == ("10.0.0.0", 0)
+
+
+def test_below_the_minimum_the_run_saves(made: list[Run]) -> None:
+    run = begin(made, 4, 1, fewest=3)
+    run.copy(1)
+    run.lose(1)
+    run.copy(first_number(1))
+    run.lose(2)
+    assert [guard.number for guard in run.guards if isinstance(guard.told[-1], StandIn)] == [3]
+
+
+def test_without_a_whole_replica_the_run_saves(made: list[Run]) -> None:
+    run = begin(made, 4, 4)
+    run.copy(1)
+    run.lose(1)
+    assert [guard.number for guard in run.guards if isinstance(guard.told[-1], StandIn)] == [3]
+
+
+def test_spare_ranks_come_first(made: list[Run]) -> None:
+    run = begin(made, 3, 1, spares=1)
+    run.guards.append(Guard(run.hub, 3, -1))
+    run.copy(1)
+    run.lose(1)
+    assert {number: (go.rank, go.world) for number, go in run.goes().items()} == {0: (0, 0), 2: (2, 0), 3: (1, 0)}
+
+
+def test_a_host_and_the_one_that_keeps_its_copies(made: list[Run]) -> None:
+    """Fewer ranks go on all the same, from the disk."""
+    run = begin(made, 4, 1)
+    run.copy(1)
+    run.lose(1, 3)
+    for go in run.goes().values():
+        assert (go.world, go.layout, go.numbers, go.lenders) == (2, 1, [], [])
+
+
+def test_who_waits_and_says_nothing_is_not_waited_for_without_end(made: list[Run]) -> None:
+    run = begin(made, 6, 2)
+    run.copy(1)
+    run.lose(1)
+    run.hub._break(2, "rank 2 died", died=True)
+    for guard in run.guards[:-1]:
+        guard.answers(1)
+    assert [type(guard.told[-1]) for guard in run.guards] == [Break] * 5
+    run.loop.timers[-1]()
+    assert [type(guard.told[-1]) for guard in run.guards] == [Go] * 4 + [Break]
+    assert [port for _, port in run.guards[0].go().lenders][5] == 2
+
+
+def test_how_a_loss_is_told() -> None:
+    peers = [Peer(None, rank, rank, f"net{rank // 4}", f"node{rank // 4}") for rank in range(12)]  # type: ignore[arg-type]
+
+    def told(*ranks: int) -> str:
+        left = [peer for peer in peers if peer.rank not in ranks]
+        return describe_loss([peers[rank] for rank in ranks], ranks, left)
+
+    assert told(4, 5, 6, 7) == "host node1 is lost (ranks 4 to 7)"
+    assert told(*range(4, 12)) == "host node1 is lost (ranks 4 to 7) and host node2 is lost (ranks 8 to 11)"
+    assert told(5) == "the guard of rank 5 on host node1 is lost"
+    assert told(5, 7) == "the guards of ranks 5, 7 on host node1 are lost"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_step_is_lost_that_is_whole_somewhere(made: list[Run], seed: int) -> None:
+    """Guards copy, die and are lost in any order; who goes on has the newest copies that there are, each for itself."""
+    random = Random(seed)
+    unit = random.choice([1, 2])
+    run, number, layouts = begin(made, random.choice([4, 6, 8]), unit), 0, {}
+    layouts[0] = len(run.guards)
+    for _ in range(12):
+        trainers = [guard for guard in run.guards if guard.rank >= 0]
+        world, layout = len(trainers), trainers[0].layout
+        for _ in range(random.choice([0, 1, 2, 4])):
+            number = max(number + 1, first_number(run.hub._round))
+            # The last one may be cut short on some, or not have reached their keepers.
+            run.copy_one(number, random.choice([0.0, 0.0, 0.3]), random)
+        if random.random() < 0.3:
+            run.guards.append(Guard(run.hub, 20 + run.hub._round, -1))
+        lost = random.sample(run.guards[1:], min(random.choice([0, 1, 1, 2]), len(run.guards) - 1))
+        left = [guard for guard in run.guards if guard not in lost]
+        if len(left) < max(2, unit):
+            return
+        newest = newest_of(left, layouts)
+        if not any(guard.rank >= 0 for guard in lost):
+            run.hub._break(0, "rank 0 died", died=True)
+        run.lose(*(guard.number for guard in lost))
+        if not run.guards[0].told or not isinstance(run.guards[0].told[-1], Go):
+            assert isinstance(run.guards[0].told[-1], End | StandIn) or len(left) < unit
+            return
+        goes = [guard.go() for guard in run.guards]
+        ranks = sorted(go.rank for go in goes if go.rank >= 0)
+        assert ranks == [*range(len(ranks))]
+        assert len(ranks) % unit == 0
+        assert len(ranks) == (world if len(left) >= world else len(left) // unit * unit)
+        first = goes[0]
+        layouts[first.layout] = len(ranks)
+        assert [*first.numbers[:1]] == newest
+        for rank, (_, port) in enumerate(first.lenders):
+            lender = next(guard for guard in left if guard.number == port)
+            assert set(first.numbers) <= set(lender.has[first.source, rank])
+        for guard, go in zip(run.guards, goes):
+            assert first.lenders or not newest or go.rank < 0 or go.fetch or newest[0] in guard.has[layout, go.rank]
+        run.settle()
+
+
+def newest_of(guards: list[Guard], layouts: dict[int, int]) -> list[int]:
+    """The newest copy that every rank of some layout has with one of these guards, of the newest such layout."""
+    for layout in sorted(layouts, reverse=True):
+        there = [
+            set[int]().union(*(guard.has.get((layout, rank), []) for guard in guards))
+            for rank in range(layouts[layout])
+        ]
+        if common := set.intersection(*there):
+            return [max(common)]
+    return []
