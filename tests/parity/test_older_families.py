@@ -23,7 +23,7 @@ from tests.parity import jobs
 from tests.parity.families import tiny
 from tests.parity.features import Feature
 from tests.parity.harness import ranks_of
-from tests.parity.models import dropped
+from tests.parity.models import MIXTRAL, dropped
 from tests.parity.oracle import STARTS, train_plainly
 from tests.rows import always_run
 from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
@@ -127,6 +127,9 @@ BLOOM = dataclasses.replace(
     window=7,
     attention_output_gate=True,
 )
+# Sums of experts' outputs, and every option of an embedding and an output layer beside their projections.
+SUMS_OF_EXPERTS = dataclasses.replace(MIXTRAL, norm_position="sum", embedding_size=24)
+PROJECTED = jobs.llama(init_std=0.1, embedding_size=20, embedding_norm=True, scale_embeddings=True, head_bias=True)
 FURTHER = jobs.llama(position="alibi", head_bias=True, mtp_num_layers=1, init_std=0.1)
 
 
@@ -157,6 +160,11 @@ class TestOlderFamilies(Feature):
         ranks_of(4, tp=2, cp=2): [
             (model, zero, {"cp_comm": comm}, {"recompute": recompute})
             for model, (zero, comm, recompute) in zip(MODELS, (ALL_TO_ALL, RING) * 2)
+        ],
+        ranks_of(4, ep=2): [(SUMS_OF_EXPERTS, 1, {}, {})],
+        ranks_of(2, pp=2): [
+            (dataclasses.replace(FURTHER, norm_position="sum"), 1, {}, {}),
+            (PROJECTED, 3, {}, {"recompute": "full"}),
         ],
         ranks_of(4, tp=4): [(model, 2, {}, {}) for model in (*MODELS, OPT_350M)],
         ranks_of(4, cp=4): [(model, 1, {"cp_comm": comm}, {}) for model in MODELS for comm in ("gather", "a2a+ring")],
