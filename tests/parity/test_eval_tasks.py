@@ -159,8 +159,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(rank: int, folder: str, name: str, tasks: bool, **options: Any) -> list[dict[str, Any]]:
-    """Train three steps, and return the lines of metrics.jsonl; on ranks other than 0 none."""
+def trained(rank: int, folder: str, name: str, tasks: bool, stop: bool = False, **options: Any) -> list[dict[str, Any]]:
+    """Train three steps, and return the lines of metrics.jsonl; on ranks other than 0 none.
+
+    `stop`: ask this rank to stop after the first.
+    """
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 48}
     steps = {"train_steps": 3, "lr": 2e-2, "lr_decay": "constant", "global_batch_size": 4, "micro_batch_size": 1}
     steps["seq_len"] = SEQ
@@ -170,7 +173,7 @@ def trained(rank: int, folder: str, name: str, tasks: bool, **options: Any) -> l
     evaluated = {"eval_every": 1, "eval_steps": 0, "device": "cpu"}
     cfg = megalite.configure(**{**sizes, **steps, **data, **evaluated, **options})
     with megalite.start(cfg) as run:
-        megalite.fit(run)
+        megalite.fit(run, [lambda run, _: setattr(run, "stop_asked", stop)])
     lines = Path(folder, name, "metrics.jsonl").read_text().splitlines() if rank == 0 else []
     return [json.loads(line) for line in lines]
 
@@ -276,6 +279,11 @@ def test_the_figures_are_the_same_in_a_layout(pool: WorkerPool, folder: Path) ->
     apart = figures(pool.run(2, trained_in, str(folder), "two", True, {"pp": 2})[0])
     for one, two in zip(alone, apart):
         assert one == {name: pytest.approx(value, rel=1e-4) for name, value in two.items()}
+
+
+def test_a_run_that_is_asked_to_stop_evaluates_no_further(folder: Path) -> None:
+    lines = trained(0, str(folder), "stopped", tasks=True, stop=True)
+    assert [line["step"] for line in lines if line.get("event") in ("eval_tasks", "save")] == [1, 2]
 
 
 def test_a_limit_takes_the_first_documents(folder: Path) -> None:
