@@ -73,6 +73,7 @@ def test_a_host_of_four(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     zygote.until(lambda: not members_of(tmp_path), 30)
 
 
+@pytest.mark.full
 def test_a_pipeline_of_two_replicas(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """A stage is lost: two of three ranks are the replica that is left, the third fills the next loss."""
     flags, folder, run = ["--pp", "2"], tmp_path / "hit", tmp_path / "hit" / "run"

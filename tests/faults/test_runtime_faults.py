@@ -83,6 +83,7 @@ def test_killed_in_a_step(zygote: Zygote, tmp_path: Path, whole: dict[int, Any],
     resumes(zygote, tmp_path, world, whole)
 
 
+@pytest.mark.full
 def test_killed_with_its_state_on_disk(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """Offload changes no bit on a CPU, nor does a kill; scratch files are gone with their rank."""
     scratch = tmp_path / "scratch"
@@ -120,6 +121,7 @@ def test_one_rank_raises_while_another_waits_in_a_call(zygote: Zygote, tmp_path:
     assert not told_dead(zygote, tmp_path)
 
 
+@pytest.mark.full
 def test_reading_ahead_dies(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """Row 35, for a loader that is a thread: what ends it is an exception, and every rank hears of it in the step."""
     left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "fail", "place": "data", "at": 40}).end(within=60)
@@ -131,6 +133,7 @@ def test_reading_ahead_dies(zygote: Zygote, tmp_path: Path, whole: dict[int, Any
     resumes(zygote, tmp_path, 2, whole)
 
 
+@pytest.mark.full
 def test_a_writer_killed_on_one_rank(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """Row 10: every rank hears of it in the next step; or the run goes on where only a warning was asked for."""
     fault = {"rank": 1, "kind": "", "place": "writer", "at": 4}
@@ -150,6 +153,7 @@ def test_a_writer_killed_on_one_rank(zygote: Zygote, tmp_path: Path, whole: dict
     assert outcome(warned / "run")[0] == whole[2][0]
 
 
+@pytest.mark.full
 def test_told_to_stop_in_a_save_and_twice(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """Rows 12 and 13: one rank is told, in a save, and once more while leaving; all stop after the same step."""
     job = zygote.start(
