@@ -292,6 +292,13 @@ def test_a_run_that_codes_its_saves_is_the_same_run(tmp_path: Path) -> None:
     assert plain_bytes(paths[1] / "rank_00000.coded") == (paths[0] / "rank_00000.safetensors").read_bytes()
     for path, name in zip(paths, ("a", "b"), strict=True):
         export_hf(path, tmp_path / name)
+    # Damage of weights' pieces is found before anything is written; their checksums are read, not those of moments.
+    shard, entry = paths[1] / "rank_00000.coded", read_manifest(paths[1]).files[0]
+    data = bytearray(shard.read_bytes())
+    data[entry.header + 100] ^= 4
+    shard.write_bytes(data)
+    with pytest.raises(UserError, match=r"differ from what was written \(CRC32\)"):
+        export_hf(paths[1], tmp_path / "c")
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
 
 
