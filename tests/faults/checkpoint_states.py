@@ -81,25 +81,27 @@ def killed_at(point: str | None) -> Iterator[None]:
             os.environ["PYTHONPATH"] = before
 
 
-def save_all(rank: int, world: int, root: str, steps: list[int]) -> None:
+def save_all(rank: int, world: int, root: str, steps: list[int], code: Any = "none") -> None:
     """Checkpoints of the steps, in the foreground."""
     ctx = context(world)
-    checkpointer = Checkpointer(root, ctx, run_id="first", keep=Keep(last=9))
+    checkpointer = Checkpointer(root, ctx, run_id="first", keep=Keep(last=9), code=code)
     for step in steps:
         checkpointer.save(step, states_at(step, rank, world), {"step": step})
     checkpointer.close()
 
 
-def save_under_kill(rank: int, world: int, root: str, victim: int, point: str, background: bool) -> dict[str, Any]:
+def save_under_kill(
+    rank: int, world: int, root: str, victim: int, point: str, background: bool, code: Any = "none"
+) -> dict[str, Any]:
     """Save steps 5 and 10, then 15 with one rank's writer killed at a point; then be the next run.
 
     Returns:
         The error, the step that the next run finds, and what it found left.
     """
     ctx = context(world)
-    save_all(rank, world, root, [5, 10])
+    save_all(rank, world, root, [5, 10], code)
     with killed_at(point if rank == victim else None):
-        checkpointer = Checkpointer(root, ctx, run_id="second", keep=Keep(last=2))
+        checkpointer = Checkpointer(root, ctx, run_id="second", keep=Keep(last=2), code=code)
     path = Path(root)
     checkpointer.continues(path / "step_00000010")
     kept = digest(path / "step_00000010")

@@ -37,15 +37,22 @@ POINTS: dict[str, tuple[int, str, set[int]]] = {
     "before_latest": (0, "pre:replace:.tmp_latest>", {15}),
     "before_prune": (0, "pre:rename:>{root}/.tmp_prune", {15}),
     "mid_prune": (0, "post:rename:>{root}/.tmp_prune", {15}),
+    "mid_coded_shard": (1, "half:write:/rank_00001.coded", {10}),
+    "after_coded_shard_fsync": (0, "post:fsync:/rank_00000.coded", {10}),
+    "before_rename_of_coded": (0, "pre:rename:>{root}/step_00000015", {10}),
+    "after_rename_of_coded": (0, "post:rename:>{root}/step_00000015", {15}),
 }
 
 
-@pytest.mark.parametrize("name", always_run(POINTS, "mid_shard", "manifest_written", "after_rename", "mid_prune"))
+@pytest.mark.parametrize(
+    "name", always_run(POINTS, "mid_shard", "manifest_written", "after_rename", "mid_prune", "mid_coded_shard")
+)
 def test_writer_killed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     victim, point, steps = POINTS[name]
     point = point.replace("{root}", str(tmp_path))
     background = list(POINTS).index(name) % 2 == 1
-    ranks = pool.run(2, cs.save_under_kill, 2, str(tmp_path), victim, point, background)
+    code = "planes-zstd" if "coded" in name else "none"
+    ranks = pool.run(2, cs.save_under_kill, 2, str(tmp_path), victim, point, background, code)
     for rank in ranks:
         assert f"rank {victim}: the process that writes checkpoints died (exit code -9)" in rank["error"]
         assert rank["found"] in steps

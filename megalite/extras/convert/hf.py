@@ -151,8 +151,9 @@ def _verify_weights(reader: ShardReader) -> None:
     blocks: dict[int, set[int]] = {}
     for tensor in weights_of(reader.manifest, reader.path).values():
         for file, box in tensor.boxes:
-            header, last = reader.manifest.files[file].header, box.at + num_bytes(tensor.dtype, box.shape) - 1
-            blocks.setdefault(file, set(range(-(-header // BLOCK)))).update(range(box.at // BLOCK, last // BLOCK + 1))
+            end = box.at + num_bytes(tensor.dtype, box.shape)
+            for part in reader.stored(file, box.at, end):
+                blocks.setdefault(file, set()).update(range(part.start // BLOCK, -(-part.stop // BLOCK)))
     buffer = bytearray(BLOCK)
     for number in sorted(blocks):
         for block in sorted(blocks[number]):

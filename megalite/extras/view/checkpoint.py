@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.extras.saved_model import resolve_checkpoint
-from megalite.runtime.checkpoint.manifest import Manifest, read_manifest
+from megalite.runtime.checkpoint.manifest import CODE, Manifest, read_manifest
 from megalite.runtime.checkpoint.pruning import ranked
 from megalite.runtime.checkpoint.reader import ShardReader
 from megalite.runtime.checkpoint.safetensors_io import num_bytes
@@ -41,6 +41,7 @@ def describe(path: str | Path, tensors: bool = False, verify: bool = False) -> l
             lines += _tensors(manifest)
         if verify:
             reader.verify()
+            reader.decode()
             lines.append(f"verified: {reader.stats.verified:,} bytes, all checksums are correct")
         else:
             lines.append("checksums not verified (use --verify)")
@@ -70,7 +71,9 @@ def _summary(folder: Path, manifest: Manifest) -> list[str]:
         types = ", ".join(sorted({t.dtype for t in entries.values()}))
         lines.append(f"{kind}: {len(entries)} tensors ({types}), {count:,} elements, {size:,} bytes, {boxes} boxes")
     total = sum(f.size for f in manifest.files)
-    lines.append(f"{len(manifest.files)} shards, {total:,} bytes")
+    plain = sum(f.plain_size for f in manifest.files)
+    coded = f", coded from {plain:,} ({CODE}, {total / plain:.3f})" if total != plain else ""
+    lines.append(f"{len(manifest.files)} shards, {total:,} bytes{coded}")
     return lines
 
 

@@ -122,7 +122,7 @@ def assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:
     boxes: dict[tuple[str, str, str, tuple[int, ...]], list[tuple[int, Slice]]] = {}
     for number, fragment in enumerate(fragments):
         f = fragment["file"]
-        files.append(FileEntry(f["name"], f["size"], f["header"], tuple(f["crc32"])))
+        files.append(FileEntry(f["name"], f["size"], f["header"], tuple(f["crc32"]), f.get("plain")))
         for saved in map(SavedBox.from_json, fragment["boxes"]):
             boxes.setdefault(saved[:4], []).append((number, saved.box))
     tensors: dict[str, dict[str, TensorEntry]] = {}

@@ -25,7 +25,9 @@ from megalite.runtime.places.disk import BLOCK
 
 _MAX_DIMS = 8
 # Name of a shard.
-SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")
+SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.(safetensors|coded)")
+# How shards may be coded (`coded`).
+CODE = "planes-zstd"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,1000}")
 # Number of a summand in the name of a kind.
 _SUMMAND = re.compile(r"_\d+$")
@@ -44,12 +46,26 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A shard: size and header length in bytes, CRC32 of every block of `BLOCK` bytes (the last may be shorter)."""
+    """A shard: size and header length in bytes, CRC32 of every block of `BLOCK` bytes (the last may be shorter).
+
+    Boxes begin at bytes of the safetensors file. A coded shard has another size than that, which is `plain`.
+    """
 
     name: str
     size: int
     header: int
     crc32: tuple[int, ...]
+    plain: int | None = None
+
+    @property
+    def plain_size(self) -> int:
+        """Size of the safetensors file."""
+        return self.size if self.plain is None else self.plain
+
+    def to_json(self) -> dict[str, Any]:
+        """The form it takes in manifests and fragments."""
+        coded = {} if self.plain is None else {"code": CODE, "plain": self.plain}
+        return {"name": self.name, "size": self.size, "header": self.header, "crc32": self.crc32, **coded}
 
 
 @dataclass(frozen=True)
@@ -145,14 +161,21 @@ def extents_of(value: Any, what: str, low: int) -> tuple[int, ...]:
 def parse_file(entry: Mapping[str, Any], check_sums: bool) -> FileEntry:
     name = entry["name"]
     require_rule(
-        isinstance(name, str) and bool(SHARD_NAME.fullmatch(name)), f"file name {name!r:.80} is not NAME.safetensors"
+        isinstance(name, str) and bool(SHARD_NAME.fullmatch(name)),
+        f"file name {name!r:.80} is not NAME.safetensors or NAME.coded",
     )
     size = integer(entry["size"], f"file {name}: size", 8)
     header = integer(entry["header"], f"file {name}: header", 8, size)
     crcs = entry["crc32"]
     require_rule(isinstance(crcs, list) and len(crcs) == -(-size // BLOCK), f"file {name}: wrong number of checksums")
     sums = _integers(crcs, f"file {name}: crc32", 0, 2**32 - 1) if check_sums else tuple(crcs)
-    return FileEntry(name, size, header, sums)
+    plain = None
+    if "code" in entry or name.endswith(".coded"):
+        code = entry["code"]
+        require_rule(code == CODE, f"file {name}: code {code!r:.40} is not {CODE}")
+        require_rule(name.endswith(".coded"), f"file {name}: is coded, but not named NAME.coded")
+        plain = integer(entry["plain"], f"file {name}: plain", header)
+    return FileEntry(name, size, header, sums, plain)
 
 
 def parse_tensor(name: str, entry: Mapping[str, Any], located: Sequence[Any]) -> TensorEntry:
@@ -180,9 +203,11 @@ def check_tiling(tensor: TensorEntry, what: str) -> None:
 
 
 FORMAT, VERSION = "megalite-checkpoint", 1
+# A version that older readers refuse, of checkpoints with coded shards.
+_CODED_VERSION = 2
 # Real manifests stay far below this per shard; a larger one is refused before it is parsed.
 _MAX_PER_FILE = 4 << 20
-_QUOTED_FILE = re.compile(rb'"([A-Za-z0-9_.-]+\.safetensors)"')
+_QUOTED_FILE = re.compile(rb'"([A-Za-z0-9_.-]+\.(?:safetensors|coded))"')
 
 # A box of a shard: kind, name and type of its tensor, and the box at its byte there.
 ShardBox = tuple[str, str, str, Slice]
@@ -245,13 +270,13 @@ class Manifest:
         """Return the content of the file."""
         content = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if all(f.plain is None for f in self.files) else _CODED_VERSION,
             "run_id": self.run_id,
             "step": self.step,
             "topology": self.topology,
             "meta": self.meta,
             "block": BLOCK,
-            "files": [{"name": f.name, "size": f.size, "header": f.header, "crc32": f.crc32} for f in self.files],
+            "files": [f.to_json() for f in self.files],
             "tensors": {
                 kind: {name: tensor_to_json(t) for name, t in tensors.items()} for kind, tensors in self.tensors.items()
             },
@@ -281,7 +306,9 @@ class Manifest:
     @classmethod
     def _parse(cls, content: Any, part: Part | None) -> Manifest:
         require_rule(content["format"] == FORMAT and content["block"] == BLOCK, "is not a manifest of this format")
-        require_rule(content["version"] == VERSION, f"has format version {content['version']!r:.20}, not {VERSION}")
+        version = content["version"]
+        rule = f"has format version {version!r:.20}, not {VERSION} or {_CODED_VERSION}: a newer megalite reads it"
+        require_rule(type(version) is int and version in (VERSION, _CODED_VERSION), rule)
         step = integer(content["step"], "step", high=MAX_COUNT)
         share = part or Part()
         files = tuple(parse_file(f, i % share.world == share.rank) for i, f in enumerate(content["files"]))
@@ -352,7 +379,7 @@ def _check_shards(files: Sequence[FileEntry], in_shards: Mapping[int, Sequence[S
             if begin != at:
                 raise BrokenRule(f"file {entry.name}: boxes overlap or leave a gap at byte {at}")
             at = end
-        require_rule(at == entry.size, f"file {entry.name}: boxes end at byte {at} of {entry.size}")
+        require_rule(at == entry.plain_size, f"file {entry.name}: boxes end at byte {at} of {entry.plain_size}")
 
 
 def commit_text(manifest: bytes) -> bytes:

@@ -6,14 +6,16 @@ import math
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megalite.core.base.dtypes import STORED
 from megalite.core.base.slices import Slice, box_index, contiguous_runs
+from megalite.runtime.checkpoint.coded import CodedShard
 from megalite.runtime.checkpoint.local_copies import SOURCE, bring
 from megalite.runtime.checkpoint.manifest import Manifest, TensorEntry, block_shares, box_key
 from megalite.runtime.checkpoint.safetensors_io import (
@@ -56,11 +58,16 @@ class StagingBuffer:
 
 
 def read_rows(
-    fd: int, path: Path, stored: StoredTensor, offset: tuple[int, ...], shape: tuple[int, ...], staging: StagingBuffer
+    read: Callable[[memoryview, int], None],
+    stored: StoredTensor,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    staging: StagingBuffer,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Read the box of a tensor that has `shape` at `offset`, as many rows at a time as fit in the buffer.
 
-    Files are read, not mapped: truncating one is an error that names it, and does not kill the process.
+    `read` fills memory with the bytes of the file from one on. Files are read, not mapped: truncating one is an error
+    that names it, and does not kill the process.
 
     Yields:
         Number of the first row, counted from the offset, and the rows, valid until the next ones.
@@ -76,7 +83,7 @@ def read_rows(
         view = memoryview(stage.numpy().data).cast("B")
         starts, run = contiguous_runs(stored.shape, (offset[0] + row, *offset[1:]), (rows, *shape[1:]))
         for at, start in zip(range(0, len(view), run * item), starts):
-            read_exactly(fd, view[at : at + run * item], stored.at + start * item, path)
+            read(view[at : at + run * item], stored.at + start * item)
         yield row, stage.view(_TYPES[stored.dtype]).view(rows, *shape[1:])
 
 
@@ -96,6 +103,7 @@ class ShardReader:
     manifest: Manifest
     stats: ReadStats = field(default_factory=ReadStats)
     _open: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    _coded: dict[int, CodedShard] = field(default_factory=dict)
     _staging: StagingBuffer = field(default_factory=StagingBuffer)
 
     def descriptor(self, number: int) -> int:
@@ -105,7 +113,9 @@ class ShardReader:
         """
         if number not in self._open:
             if len(self._open) == _MAX_OPEN:
-                os.close(self._open.popitem(last=False)[1])
+                oldest, fd = self._open.popitem(last=False)
+                os.close(fd)
+                self._coded.pop(oldest, None)
             entry = self.manifest.files[number]
             bring(self.path, entry.name, entry.size, entry.crc32)
             fd = open_inside(self.path, entry.name)
@@ -115,6 +125,26 @@ class ShardReader:
                 raise BadCheckpoint(str(self.path / entry.name), f"has {size} bytes, but {entry.size} in the manifest")
         self._open.move_to_end(number)
         return self._open[number]
+
+    def coded(self, number: int) -> CodedShard | None:
+        """Return what reads shard `number` if it is coded, to be used until the next shard is opened."""
+        entry, fd = self.manifest.files[number], self.descriptor(number)
+        if entry.plain is not None and number not in self._coded:
+            self._coded[number] = CodedShard(self.path / entry.name, entry, fd)
+        return self._coded.get(number)
+
+    def stored(self, number: int, begin: int, end: int) -> list[range]:
+        """Return the parts of shard `number` that a reader of its bytes `begin` to `end` (plain ones) depends on."""
+        header, coded = range(self.manifest.files[number].header), self.coded(number)
+        if coded is None:
+            return [header, range(begin, end)]
+        return [header, coded.stored(begin, end), range(coded.table, self.manifest.files[number].size)]
+
+    def decode(self) -> None:
+        """Decode all pieces of all coded shards; raises as `verify`."""
+        for number in range(len(self.manifest.files)):
+            if coded := self.coded(number):
+                coded.check()
 
     def verify(self, rank: int = 0, world: int = 1) -> None:
         """Check this rank's share of all blocks (`block_shares`), and that the headers agree with the manifest.
@@ -177,9 +207,10 @@ class ShardReader:
         self, file: int, box: Slice, dtype: str, offset: tuple[int, ...], shape: tuple[int, ...]
     ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """Yield (offset, elements) of the region of a box that has `shape` at `offset`, some rows at a time."""
-        fd, path = self.descriptor(file), self.path / self.manifest.files[file].name
+        fd, path, coded = self.descriptor(file), self.path / self.manifest.files[file].name, self.coded(file)
+        read = coded.read if coded else partial(read_exactly, fd, path=path)
         local = tuple(o - b for o, b in zip(offset, box.offset))
-        for row, rows in read_rows(fd, path, StoredTensor(dtype, box.shape, box.at), local, shape, self._staging):
+        for row, rows in read_rows(read, StoredTensor(dtype, box.shape, box.at), local, shape, self._staging):
             self.stats.loaded += rows.nbytes
             yield (offset[0] + row, *offset[1:]), rows
 
@@ -188,3 +219,4 @@ class ShardReader:
         for fd in self._open.values():
             os.close(fd)
         self._open.clear()
+        self._coded.clear()

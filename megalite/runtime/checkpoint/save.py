@@ -20,6 +20,7 @@ from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.sharding import StateTensor
 from megalite.runtime.checkpoint.claim import Claim
+from megalite.runtime.checkpoint.coded import zstd
 from megalite.runtime.checkpoint.mirror import Mirror, SaveError
 from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.snapshot import Source, WriterProcess, boxes_of
@@ -66,9 +67,10 @@ class Checkpointer:
         on_error: "stop" raises when a save fails, "warn" logs a warning and continues.
         scratch: folder for an unnamed file that holds the snapshot of a save; None: host memory.
         mirror: where checkpoints are uploaded; None: nowhere.
+        code: how shards are coded (`coded`); "none": plain safetensors files.
 
     Raises:
-        UserError: the folder is in use or cannot be written (on every rank).
+        UserError: the folder is in use or cannot be written, or the package zstandard is missing (on every rank).
     """
 
     def __init__(
@@ -80,11 +82,14 @@ class Checkpointer:
         on_error: Literal["stop", "warn"] = "stop",
         scratch: Path | None = None,
         mirror: Mirror | None = None,
+        code: Literal["none", "planes-zstd"] = "none",
     ) -> None:
         self.root = Path(root)
         self.ctx = ctx
         self.on_error = on_error
         self.mirror = mirror
+        self._code = code
+        agree(ctx, lambda: zstd(f"--save-code {code}") if code != "none" else None)
         self.run_id = run_id or secrets.token_hex(8)
         self._claim = Claim(self.root, self.run_id, keep or Keep(), mirror)
         agree(ctx, self._claim.acquire if ctx.rank == 0 else lambda: None)
@@ -222,6 +227,7 @@ class Checkpointer:
             "save_id": save_id,
             "rank": self.ctx.rank,
             "world": self.ctx.world.size,
+            "code": self._code,
             "remote": self._claim.at_upload(store_name(save.name, save_id), hold),
         }
         if self.ctx.rank == 0:

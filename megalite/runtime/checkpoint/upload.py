@@ -207,7 +207,7 @@ def _remove_unshared(part: Part) -> None:
         return
     folder, rank = Path(part.job["temporary"]), part.job["rank"]
     with contextlib.suppress(OSError):  # other ranks of this host may still be uploading theirs
-        for suffix in ("safetensors", "json"):
+        for suffix in ("safetensors", "coded", "json"):
             (folder / f"rank_{rank:05d}.{suffix}").unlink(missing_ok=True)
         folder.rmdir()
 

@@ -84,8 +84,11 @@ def _parts_in(root: Path) -> dict[str, list[Part]]:
     parts: dict[str, list[Part]] = {}
     for path in sorted(root.glob(f"{TEMPORARY}*/rank_*.json")):
         with contextlib.suppress(OSError, ValueError):
-            fragment, shard = parse_fragment(path.read_bytes()), path.with_suffix(".safetensors")
-            if fragment is not None and "job" in fragment and shard.stat().st_size == fragment["file"]["size"]:
+            fragment = parse_fragment(path.read_bytes())
+            if fragment is None or "job" not in fragment:
+                continue
+            shard = path.with_name(fragment["file"]["name"])
+            if shard.stat().st_size == fragment["file"]["size"]:
                 part = Part(fragment["job"], os.open(shard, os.O_RDONLY), fragment)
                 parts.setdefault(part.name, []).append(part)
     return parts

@@ -17,18 +17,21 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megalite.runtime.base.child import readable, writable
 from megalite.runtime.base.collector import without_collector
 from megalite.runtime.base.waits import on_wait
+from megalite.runtime.checkpoint.coded import encode
 from megalite.runtime.checkpoint.fragments import SavedBox, assemble, fragment_name, fragment_text, wait_for_fragments
-from megalite.runtime.checkpoint.manifest import box_key, committable
+from megalite.runtime.checkpoint.manifest import FileEntry, box_key, committable
 from megalite.runtime.checkpoint.pruning import Keep
-from megalite.runtime.checkpoint.safetensors_io import make_header
+from megalite.runtime.checkpoint.safetensors_io import ITEM_SIZE, make_header
 from megalite.runtime.checkpoint.upload import Part, Uploader
 from megalite.runtime.places.disk import write_file
 from megalite.runtime.places.folder_place import FolderPlace
@@ -163,18 +166,22 @@ def _check_parent(channel: socket.socket) -> None:
 
 
 def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket) -> Part:
-    """Write `rank_NNNNN.safetensors` from the snapshot, then `rank_NNNNN.json`, which marks it as complete."""
+    """Write the shard from the snapshot, then `rank_NNNNN.json`, which marks it as complete."""
     temporary = Path(job["temporary"])
     stem = f"rank_{job['rank']:05d}"
     boxes = [SavedBox.from_json(entry) for entry in job["boxes"]]
     keys = [box_key(b.kind, b.name, b.box.offset) for b in boxes]
     header, begins = make_header((key, b.dtype, b.box.shape) for key, b in zip(keys, boxes))
     data = memoryview(buffer)[: job["num_bytes"]] if buffer is not None else memoryview(b"")
-    path = temporary / f"{stem}.safetensors"
+    items = [(begins[key] - len(header), ITEM_SIZE[b.dtype]) for key, b in zip(keys, boxes)]
+    coded = job["code"] != "none"
+    body: Iterable[bytes | memoryview] = encode(data, items) if coded else [data]
+    plain = len(header) + len(data) if coded else None
+    path = temporary / f"{stem}.{'coded' if coded else 'safetensors'}"
     if not _has_all_parts(job):
         temporary.mkdir(exist_ok=True)
     try:
-        size, crcs = write_file(path, [header, data], lambda: _check_parent(channel))
+        size, crcs = write_file(path, chain([header], body), lambda: _check_parent(channel))
     except OSError as e:
         e.filename = e.filename or str(path)
         raise
@@ -182,7 +189,7 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
         data.release()
     fragment = {
         "save_id": job["save_id"],
-        "file": {"name": path.name, "size": size, "header": len(header), "crc32": crcs},
+        "file": FileEntry(path.name, size, len(header), tuple(crcs), plain).to_json(),
         "boxes": [b._replace(box=replace(b.box, at=begins[key])).to_json() for key, b in zip(keys, boxes)],
     }
     if not _has_all_parts(job):

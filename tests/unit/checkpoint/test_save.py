@@ -315,7 +315,7 @@ def test_a_shard_is_complete_with_its_mark(tmp_path: Path, monkeypatch: pytest.M
         rename(temporary, tmp_path / "committed")
 
     monkeypatch.setattr(writer.os, "rename", commit_at_once)
-    job = {"temporary": str(temporary), "rank": 1, "num_bytes": 0, "boxes": [], "save_id": "one"}
+    job = {"temporary": str(temporary), "rank": 1, "num_bytes": 0, "boxes": [], "save_id": "one", "code": "none"}
     mine, other = socket.socketpair()
     with mine, other:
         assert writer._serve(job, None, mine) == {"ok": True}

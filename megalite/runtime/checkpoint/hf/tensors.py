@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megalite.runtime.checkpoint.reader import StagingBuffer, StoredTensor, read_rows
-from megalite.runtime.checkpoint.safetensors_io import open_inside
+from megalite.runtime.checkpoint.safetensors_io import open_inside, read_exactly
 
 GROUP = 32
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -58,7 +59,8 @@ def _neighbors(source: FolderTensor, box: Sequence[slice]) -> Iterator[tuple[int
     offset, shape = tuple(s.start for s in box), tuple(s.stop - s.start for s in box)
     fd = open_inside(source.path.parent, source.path.name)
     try:
-        yield from read_rows(fd, source.path, source, offset, shape, StagingBuffer())
+        read = partial(read_exactly, fd, path=source.path)
+        yield from read_rows(read, source, offset, shape, StagingBuffer())
     finally:
         os.close(fd)
 
