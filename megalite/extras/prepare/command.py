@@ -59,6 +59,12 @@ def _preprocess(argv: Sequence[str]) -> None:
         "and output (Alpaca); text is learned as a whole",
     )
     parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="records are pairs of answers, for --stage dpo: prompt, chosen and rejected, texts or messages; without "
+        "prompt it is the turns that chosen and rejected have in common",
+    )
+    parser.add_argument(
         "--chat-template",
         metavar="NAME|FILE",
         help=f"{', '.join(NAMED)}, or a jinja file (default: the template in the tokenizer's folder)",
