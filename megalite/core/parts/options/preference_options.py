@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megalite.core.base.errors import require
 from megalite.core.options.part import PartRules
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megalite.core.options.step import StepConfig
 
 
-class PreferenceRules(PartRules["ModelConfig", "StepConfig"]):
+class PreferenceRules(PartRules[Any, "StepConfig"]):
     """Preferences compare log-probabilities with those of a reference: nothing else may be in them."""
 
     def check(self, cfg: StepConfig) -> None:
