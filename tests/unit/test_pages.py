@@ -88,7 +88,7 @@ def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 TINY = "--num-layers 2 --hidden-size 16 --num-heads 2 --num-kv-heads 2 --ffn-hidden-size 32 --eval-steps 1 --device cpu"
 START = r"(?:resumed|weights) from .*"
 # Run directory -> steps in place of those of the page.
-STEPS = {"base": 2, "continued": 4, "domain": 2, "sft": 2, "long": 2}
+STEPS = {"base": 2, "continued": 4, "domain": 2, "sft": 2, "dpo": 2, "long": 2}
 
 
 @pytest.mark.full
@@ -103,6 +103,8 @@ def test_the_stages_of_training(pool: WorkerPool, tmp_path: Path, monkeypatch: p
         preprocess([f"{name}.jsonl"], "bytes", f"data/{name}")
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 20)
+    pair = json.dumps({"prompt": "hi", "chosen": "yes", "rejected": "no"})
+    (tmp_path / "pairs.jsonl").write_text((pair + "\n") * 20)
     page = (DOCS / "stages.md").read_text()
     code = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)).replace("\\\n", " ")
     trained = {}
