@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,10 +42,14 @@ Answers = tuple[list[int], int, float]
 """Token ids, how many of the last of them are the answer, the answer's log-probability under the reference."""
 
 
-def laid_out(pairs: list[tuple[Answers, Answers]], length: int) -> Rows:
+def laid_out(pairs: Sequence[Sequence[Answers]], length: int) -> Rows:
     """One row of pairs, written out token by token."""
-    inputs, targets, starts, owners = [], [], [], []
-    weights, references = [], []
+    inputs: list[int] = []
+    targets: list[int] = []
+    starts: list[int] = []
+    owners: list[int] = []
+    weights: list[float] = []
+    references: list[float] = []
     for number, (ids, answer, reference) in enumerate(document for pair in pairs for document in pair):
         first, n = len(inputs), len(ids) - 1
         for place in range(n):
@@ -56,8 +61,8 @@ def laid_out(pairs: list[tuple[Answers, Answers]], length: int) -> Rows:
             weights.append(1.0 if is_first and number % 2 == 0 else 0.0)
             references.append(reference if is_first else 0.0)
     end, rest = len(inputs), length - len(inputs)
-    fill = [inputs, targets, starts, weights, owners, references]
-    for values, filler in zip(fill, (0, -1, end, 0.0, -1, 0.0)):
+    fill: list[tuple[list[Any], float]] = [(inputs, 0), (targets, -1), (starts, end), (weights, 0), (owners, -1)]
+    for values, filler in [*fill, (references, 0)]:
         values += [filler] * rest
     return Rows(
         np.array(inputs),

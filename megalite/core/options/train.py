@@ -91,7 +91,7 @@ class TrainConfig:
         in_range(self, "seed", 0, 2**63)
         in_range(self, "label_smoothing z_loss", 0, 1)
         in_range(self, "mtp_loss_scaling_factor dpo_beta", 0, 100, above=True)
-        in_range(self, "dpo_smoothing", 0, 0.49)
+        in_range(self, "dpo_smoothing", 0, 0.5)
         in_range(self, "loss_chunk", 0, 10**9)
         in_range(self, "fp8_keep_bf16", 0, 10**6)
         require(
