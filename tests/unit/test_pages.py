@@ -117,7 +117,8 @@ def test_the_stages_of_training(pool: WorkerPool, tmp_path: Path, monkeypatch: p
         name = Path(parse(script[1:]).config.run.run_dir).name
         # Ranks have a folder of their own.
         arguments = [*script[1:], *TINY.split(), "--train-steps", str(STEPS[name])]
-        arguments += [] if "--seq-len" in script else ["--seq-len", "32"]
+        # Both answers of a pair are in one sample.
+        arguments += [] if "--seq-len" in script else ["--seq-len", "64" if name == "dpo" else "32"]
         ranks = pool.run(world, in_folder, str(tmp_path), arguments, world) if world > 1 else [train(0, arguments, 1)]
         assert ranks[0][0][0] == STEPS[name]
         log = (tmp_path / f"runs/{name}/logs/rank_0.log").read_text()

@@ -20,11 +20,11 @@ SEQ = 16
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    """Tokens of document d are 100 d, 100 d + 1, ..."""
+    """Tokens of document d are 100 (d + 1), 100 (d + 1) + 1, ..."""
     path = str(tmp_path / "pairs")
     with IndexedDatasetWriter(path, np.dtype(np.uint16), masked=True) as writer:
         for document, size in enumerate(np.ravel(SIZES).tolist()):
-            ids = 100 * document + np.arange(size)
+            ids = 100 * (document + 1) + np.arange(size)
             marks = (np.arange(size) >= size - 2).astype(np.uint8) * 2
             if document == 3:
                 marks[1] = 1  # an answer in two parts
@@ -42,8 +42,7 @@ def documents_in(row: Rows) -> list[int]:
     """Documents of a row, found by their tokens."""
     assert row.starts is not None
     begins = (row.starts == np.arange(len(row.inputs))) & (row.inputs != 0)
-    first = [0] if row.inputs[0] == 0 else []
-    return first + [int(i) // 100 for i in row.inputs[begins]]
+    return [int(i) // 100 - 1 for i in row.inputs[begins]]
 
 
 def test_rows_hold_whole_pairs(prefix: str) -> None:
@@ -62,8 +61,8 @@ def test_rows_hold_whole_pairs(prefix: str) -> None:
         assert row.total_weight() == len(documents) / 2
         for number, document in enumerate(documents):
             own = row.owners == number
-            learned = [100 * document + i for i in range(np.ravel(SIZES)[document])][-2:]
-            assert row.targets[own].tolist() == ([301] if document == 3 else []) + learned
+            learned = [100 * (document + 1) + i for i in range(np.ravel(SIZES)[document])][-2:]
+            assert row.targets[own].tolist() == ([401] if document == 3 else []) + learned
             assert row.references[own].tolist() == [document + 0.5] + [0] * (int(own.sum()) - 1)
             assert row.weights[own].tolist() == [1.0 - number % 2] + [0] * (int(own.sum()) - 1)
         assert ((row.owners >= 0) == (row.targets >= 0)).all()
@@ -84,6 +83,13 @@ def test_long_pairs_are_cut_by_halves(prefix: str) -> None:
     (row,) = [row for row in rows if 4 in documents_in(row)]
     # Documents of 6 and 6 fit as they are: 5 + 5 places.
     assert row.num_tokens() == 10
+
+
+def test_a_pair_that_fits_is_not_cut(prefix: str) -> None:
+    """One of its documents may take more than half of the places."""
+    data = opened(prefix, 14)
+    (row,) = [row for row in map(data.sample, range(data.num_samples)) if 2 in documents_in(row)]
+    assert set(range(300, 308)) <= set(row.inputs.tolist())
 
 
 def test_splits_are_by_pairs(prefix: str) -> None:
