@@ -72,7 +72,9 @@ def medians(states: list[StateTensor], rounds: int) -> dict[str, Any]:
         for code, rows in found.items():
             with tempfile.TemporaryDirectory() as root:
                 rows.append(measure(states, code, Path(root)))
-    middle = {code: {k: statistics.median(row[k] for row in rows) for k in rows[0]} for code, rows in found.items()}
+    middle: dict[str, Any] = {
+        code: {k: statistics.median(row[k] for row in rows) for k in rows[0]} for code, rows in found.items()
+    }
     share = middle["planes-zstd"]["bytes"] / middle["none"]["bytes"]
     return {"share": round(share, 4), **middle}
 

@@ -180,6 +180,7 @@ class MicroBatch:
         further: the same positions with the tokens and targets 1, 2, ... further on, for modules that predict those.
         router_weights_SB: fp32 [S, B], weight of each token in the losses of routers, which count the tokens that have
             one; None: 1.
+        owners_SB, references_SB: int64 and fp64 [S, B], of preferences: see `Rows`.
     """
 
     tokens_SB: Tensor
@@ -189,6 +190,8 @@ class MicroBatch:
     weights_SB: Tensor | None = None
     further: tuple[MicroBatch, ...] = ()
     router_weights_SB: Tensor | None = None
+    owners_SB: Tensor | None = None
+    references_SB: Tensor | None = None
 
     @classmethod
     def of_samples(
@@ -226,13 +229,11 @@ class MicroBatch:
     def shared(self, ranks: int, rank: int) -> MicroBatch:
         """Return what a rank holds of whole samples that `ranks` ranks share: the one place where a sequence is cut."""
         positions = self.positions.shared(ranks, rank)
-        targets, weights, router_weights = (
-            None if x is None else _rows(x, positions.runs)
-            for x in (self.targets_SB, self.weights_SB, self.router_weights_SB)
-        )
+        of_tokens = self.targets_SB, self.weights_SB, self.router_weights_SB, self.owners_SB, self.references_SB
+        targets, weights, *others = (None if x is None else _rows(x, positions.runs) for x in of_tokens)
         further = tuple(batch.shared(ranks, rank) for batch in self.further)
         tokens = _rows(self.tokens_SB, positions.runs)
-        return MicroBatch(tokens, targets, positions, self.documents, weights, further, router_weights)
+        return MicroBatch(tokens, targets, positions, self.documents, weights, further, *others)
 
 
 class Message(NamedTuple):

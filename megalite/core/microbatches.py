@@ -108,12 +108,13 @@ def to_microbatches(
     def batches(rows: Rows, router_weight: torch.Tensor | None) -> Iterable[MicroBatch]:
         padding = None if router_weight is None else rows.padding
         counted = split(None if padding is None else ~padding)
-        parts = zip(split(rows.inputs), split(rows.targets), documents, split(rows.weights), counted)
-        for *fields, counted_SB in parts:
+        parts = zip(split(rows.inputs), split(rows.targets), documents, split(rows.weights), counted, pairs)
+        for *fields, counted_SB, (owners_SB, references_SB) in parts:
             batch = MicroBatch.of_samples(*fields)
             weights = None if router_weight is None else _times(router_weight, counted_SB, batch)
-            yield replace(batch, router_weights_SB=weights)
+            yield replace(batch, router_weights_SB=weights, owners_SB=owners_SB, references_SB=references_SB)
 
+    pairs = [*zip(split(rows.owners), split(rows.references))] if rows.owners is not None else repeat((None, None))
     documents: Iterable[Documents | None] = repeat(None)
     if rows.starts is not None:
         host_starts = (rows.starts[i : i + size] for i in range(0, len(rows), size))

@@ -42,6 +42,10 @@ class Rows:
         weights: float32 from 0 to `MAX_WEIGHT`, weight of each target in the mean loss; None: 1.
         padding: bool, places without a token: routers of experts do not count them, and they have no target. A token
             that is not learned is none. None: there is a token everywhere.
+        owners: int64, of rows of preferences: number in its row of the document that each target counts for, -1
+            elsewhere; 2k is the preferred one of a pair, 2k + 1 the other. Weights are 1 at one target of each pair.
+        references: float64, at one target of each document the log-probability of all its targets under the reference
+            model, 0 elsewhere. None: 0.
     """
 
     inputs: Tokens
@@ -49,6 +53,8 @@ class Rows:
     starts: Tokens | None = None
     weights: npt.NDArray[np.float32] | None = None
     padding: npt.NDArray[np.bool_] | None = None
+    owners: Tokens | None = None
+    references: npt.NDArray[np.float64] | None = None
 
     @classmethod
     def of(cls, tokens: npt.NDArray[np.integer[Any]]) -> Rows:
@@ -77,8 +83,8 @@ class Rows:
             return np.stack([filler if x is None else x for x in arrays])
 
         inputs, targets = (np.stack([getattr(sample, name) for sample in samples]) for name in ("inputs", "targets"))
-        more = side_by_side("starts", 0), side_by_side("weights", 1), side_by_side("padding", False)
-        return cls(inputs, targets, *more)
+        fillers = {"starts": 0, "weights": 1, "padding": False, "owners": -1, "references": 0}
+        return cls(inputs, targets, *(side_by_side(name, filler) for name, filler in fillers.items()))
 
     def __len__(self) -> int:
         return len(self.inputs)

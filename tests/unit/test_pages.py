@@ -88,7 +88,7 @@ def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 TINY = "--num-layers 2 --hidden-size 16 --num-heads 2 --num-kv-heads 2 --ffn-hidden-size 32 --eval-steps 1 --device cpu"
 START = r"(?:resumed|weights) from .*"
 # Run directory -> steps in place of those of the page.
-STEPS = {"base": 2, "continued": 4, "domain": 2, "sft": 2, "stories": 3, "long": 2}
+STEPS = {"base": 2, "continued": 4, "domain": 2, "sft": 2, "dpo": 2, "stories": 3, "long": 2}
 
 
 @pytest.mark.full
@@ -105,6 +105,8 @@ def test_the_stages_of_training(
         preprocess([f"{name}.jsonl"], "bytes", f"data/{name}")
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 20)
+    pair = json.dumps({"prompt": "hi", "chosen": "yes", "rejected": "no"})
+    (tmp_path / "pairs.jsonl").write_text((pair + "\n") * 20)
     page = (DOCS / "stages.md").read_text()
     code = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)).replace("\\\n", " ")
     trained, told = {}, ""
@@ -119,7 +121,8 @@ def test_the_stages_of_training(
         name = Path(parse(script[1:]).config.run.run_dir).name
         # Ranks have a folder of their own.
         arguments = [*script[1:], *TINY.split(), "--train-steps", str(STEPS[name])]
-        arguments += [] if "--seq-len" in script else ["--seq-len", "32"]
+        # Both answers of a pair are in one sample.
+        arguments += [] if "--seq-len" in script else ["--seq-len", "64" if name == "dpo" else "32"]
         ranks = pool.run(world, in_folder, str(tmp_path), arguments, world) if world > 1 else [train(0, arguments, 1)]
         assert ranks[0][0][0] == STEPS[name]
         log = (tmp_path / f"runs/{name}/logs/rank_0.log").read_text()

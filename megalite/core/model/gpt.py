@@ -23,6 +23,10 @@ from megalite.core.sharding.parameter import ShardedParameter
 from megalite.core.tensor_parallel.linear import ColumnParallelLinear
 from megalite.core.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 
+Objective = Callable[[torch.Tensor, MicroBatch, ForwardPass], tuple[torch.Tensor, torch.Tensor]]
+"""(cross-entropy of each target, detached, fp32 [S, B]; micro-batch; pass) -> (losses, to be summed; the derivative of
+that sum of all ranks by each cross-entropy): both fp32 [S, B]."""
+
 
 class GPTStage(nn.Module):
     """The layers of one pipeline stage: embedding on the first, blocks, final norm and output layer on the last,
@@ -200,7 +204,12 @@ class LMHead(ColumnParallelLinear):
         layers: makes the layers of this stage.
         loss_chunk: tokens per chunk, so that the logits of all tokens never exist at once; 0 = all at once.
         label_smoothing, z_loss: of the training loss; an evaluation reports the cross-entropy itself.
+
+    Attributes:
+        objective: a loss of the targets' cross-entropies; None: their weighted sum.
     """
+
+    objective: Objective | None = None
 
     def __init__(self, layers: Layers, loss_chunk: int, label_smoothing: float, z_loss: float) -> None:
         super().__init__(**layers.linear("lm_head"))
@@ -215,22 +224,44 @@ class LMHead(ColumnParallelLinear):
         x = x if self.scale == 1.0 else x * self.scale
         if batch.targets_SB is None:
             return softcap_(super().forward(x), self.softcap)
+        if self.objective is not None:
+            return self._losses_of(self.objective, x, batch.targets_SB, batch, fwd)
         if self.loss_chunk:
             weights = 1.0 if batch.weights_SB is None else batch.weights_SB
-            dloss = weights * fwd.grad_scale if fwd.training else None
-            loss = linear_cross_entropy(
-                x, self, batch.targets_SB, self.vocab_size, self.loss_chunk, self.softcap, self.z_loss, dloss
-            )
+            loss = self._in_chunks(x, batch.targets_SB, weights * fwd.grad_scale if fwd.training else None)
         else:
-            logits = super().forward(x)
-            loss = vocab_parallel_cross_entropy(
-                logits.view(-1, logits.shape[-1]),
-                batch.targets_SB.reshape(-1),
-                self.tp,
-                self.vocab_size,
-                self.ops,
-                self.label_smoothing if fwd.training else 0.0,
-                self.z_loss,
-                self.softcap,
-            ).view(batch.targets_SB.shape)
+            loss = self._at_once(x, batch.targets_SB, fwd)
         return loss if batch.weights_SB is None else loss * batch.weights_SB
+
+    def _losses_of(
+        self, objective: Objective, x: torch.Tensor, targets_SB: torch.Tensor, batch: MicroBatch, fwd: ForwardPass
+    ) -> torch.Tensor:
+        """Return the losses of an objective, with the gradient of the tokens' weighted losses."""
+        if self.loss_chunk:
+            # Gradients are made with the losses, so that the weights must be known before.
+            with torch.no_grad():
+                losses_SB, weights_SB = objective(self._in_chunks(x, targets_SB, None), batch, fwd)
+            loss = self._in_chunks(x, targets_SB, weights_SB * fwd.grad_scale) if fwd.training else losses_SB
+        else:
+            loss = self._at_once(x, targets_SB, fwd)
+            losses_SB, weights_SB = objective(loss.detach(), batch, fwd)
+        weighted = loss * weights_SB
+        return weighted - weighted.detach() + losses_SB
+
+    def _in_chunks(self, x: torch.Tensor, targets_SB: torch.Tensor, dloss: torch.Tensor | float | None) -> torch.Tensor:
+        return linear_cross_entropy(
+            x, self, targets_SB, self.vocab_size, self.loss_chunk, self.softcap, self.z_loss, dloss
+        )
+
+    def _at_once(self, x: torch.Tensor, targets_SB: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
+        logits = super().forward(x)
+        return vocab_parallel_cross_entropy(
+            logits.view(-1, logits.shape[-1]),
+            targets_SB.reshape(-1),
+            self.tp,
+            self.vocab_size,
+            self.ops,
+            self.label_smoothing if fwd.training else 0.0,
+            self.z_loss,
+            self.softcap,
+        ).view(targets_SB.shape)

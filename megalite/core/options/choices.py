@@ -136,6 +136,9 @@ class BlockKind(NamedTuple):
 FAMILIES: Table[Any] = Table("megalite.core.parts.families", "FAMILY")
 """Name (`--arch`) -> family, a `parts.families.common.Family`."""
 
+PREFERENCES: Table[Function] = Table("megalite.core.parts.preferences", "PREFERENCES")
+"""Name (`--dpo-loss`) -> loss of a pair."""
+
 
 def block_of(cfg: Any, layer: int) -> BlockKind:
     """Return the kind of a block of most families: what its options ask for (`cfg`, a `ModelConfig`)."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from megalite.core.base.errors import UserError, in_range, require
 from megalite.core.options.batch_sizes import BatchSizes
+from megalite.core.options.choices import PREFERENCES
 from megalite.core.options.compression import CODECS, Compression, read_compression
 from megalite.core.options.names import Choices, Described, check_names
 from megalite.core.options.recipe import RECIPES
@@ -57,6 +58,15 @@ class TrainConfig:
     stays the cross-entropy."""
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the mean loss of the --mtp-num-layers modules in the gradients; `loss` in the metrics is without it."""
+    stage: Literal["lm", "dpo"] = "lm"
+    """What to learn: each next token (lm), or which of two answers is preferred (dpo; docs/alignment.md)."""
+    dpo_loss: Annotated[str, Choices(PREFERENCES)] = "sigmoid"
+    """With --stage dpo: the loss of a pair: DPO's (sigmoid), its form for labels of which a known share is wrong
+    (robust), or IPO's (ipo)."""
+    dpo_beta: float = 0.1
+    """With --stage dpo: how closely the model stays with the reference; higher is closer."""
+    dpo_smoothing: float = 0.0
+    """With --stage dpo: share of the pairs whose answers are taken to be the wrong way round."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are sent over dp; with ZeRO they are summed in fp32."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -78,7 +88,8 @@ class TrainConfig:
         in_range(self, "train_steps", 1, 10**10)
         in_range(self, "seed", 0, 2**63)
         in_range(self, "label_smoothing z_loss", 0, 1)
-        in_range(self, "mtp_loss_scaling_factor", 0, 100, above=True)
+        in_range(self, "mtp_loss_scaling_factor dpo_beta", 0, 100, above=True)
+        in_range(self, "dpo_smoothing", 0, 0.5)
         in_range(self, "loss_chunk", 0, 10**9)
         in_range(self, "fp8_keep_bf16", 0, 10**6)
         require(

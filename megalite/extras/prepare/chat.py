@@ -148,7 +148,7 @@ class ChatEncoder:
         bad: list[BadRecord] = []
         for where, line in _lines(chunk):
             try:
-                records.append(self.encode(line))
+                records += self.documents(line)
             except (BadConversation, TemplateFailure) as e:
                 bad.append(BadRecord(where, str(e), line[: 4 * EXCERPT_CHARS].decode(errors="replace")[:EXCERPT_CHARS]))
         ids = np.concatenate([np.zeros(0, self.dtype), *(record.ids for record in records)])
@@ -156,6 +156,10 @@ class ChatEncoder:
         sizes, text_bytes = [len(record.ids) for record in records], sum(record.text_bytes for record in records)
         notes = Counter(note for record in records for note in record.notes)
         return EncodedChunk(ids, sizes, text_bytes, 0, bad, mask, sum(record.plain for record in records), notes)
+
+    def documents(self, line: bytes) -> list[EncodedRecord]:
+        """Encode a line's record: the documents that it becomes. Raises what `encode` does."""
+        return [self.encode(line)]
 
     def encode(self, line: bytes) -> EncodedRecord:
         """Encode one record.

@@ -62,6 +62,12 @@ def _preprocess(argv: Sequence[str]) -> None:
         "and output (Alpaca); text is learned as a whole",
     )
     parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="records are pairs of answers, for --stage dpo: prompt, chosen and rejected, texts or messages; without "
+        "prompt it is the turns that chosen and rejected have in common",
+    )
+    parser.add_argument(
         "--chat-template",
         metavar="NAME|FILE",
         help=f"{', '.join(NAMED)}, or a jinja file (default: the template in the tokenizer's folder)",
@@ -103,7 +109,12 @@ def _preprocess(argv: Sequence[str]) -> None:
 
 def _stream(args: argparse.Namespace) -> None:
     """Write one folder or file of text in the order of text as data."""
-    unlike = {"--chat": args.chat, "--chat-template": args.chat_template, "--share": args.share != "1/1"}
+    unlike = {
+        "--chat": args.chat,
+        "--pairs": args.pairs,
+        "--chat-template": args.chat_template,
+        "--share": args.share != "1/1",
+    }
     given = f"--order stream with {next((flag for flag, is_set in unlike.items() if is_set), '')}"
     require(not any(unlike.values()), given, "is of text that one process reads in order", "drop one of the two")
     rule = "takes the one folder or file that --data would name"

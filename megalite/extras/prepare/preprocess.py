@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 from megalite import __version__
-from megalite.core.base.errors import UserError
+from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger
 from megalite.extras.prepare.chat import ChatEncoder
 from megalite.extras.prepare.find_template import find_template
+from megalite.extras.prepare.pairs import PairEncoder
 from megalite.extras.prepare.progress import Progress
 from megalite.extras.prepare.template import ChatTemplate
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
@@ -93,6 +94,7 @@ def preprocess(
     workers: int = 1,
     key: str | None = None,
     chat: bool = False,
+    pairs: bool = False,
     chat_template: str | None = None,
     skip_bad: bool = False,
     overwrite: bool = False,
@@ -108,6 +110,7 @@ def preprocess(
         workers: encoding processes; 1 encodes in this one.
         key: JSON key or parquet column of the text, by default "text"; for chat data, key of the messages.
         chat: the inputs are `.jsonl` or `.json` files of conversations, see `chat`.
+        pairs: they are files of pairs of answers, see `pairs`.
         chat_template: file of a chat template, or a name of `NAMED`; by default the one in the tokenizer's folder.
         skip_bad: skip and count records that do not parse; otherwise the first one ends the run.
         overwrite: replace data that exist under `out_prefix`.
@@ -118,10 +121,13 @@ def preprocess(
     """
     paths = expand_inputs(inputs)
     check_output(out_prefix, paths, overwrite)
+    given, rule = "--pairs with --chat or --key", "reads prompt, chosen and rejected, as conversations"
+    require(not (pairs and (chat or key)), given, rule, "drop the others")
+    chat = chat or pairs
     _check_options(workers, chat, chat_template)
     tokenizer = load_tokenizer(tokenizer_path)
     template = _template(chat_template, tokenizer, paths, key) if chat else None
-    make_encoder, text_key = _encoder_factory(tokenizer, template, key), key or ("messages" if chat else "text")
+    make_encoder, text_key = _encoder_factory(tokenizer, template, key, pairs), key or ("messages" if chat else "text")
     stats, start = PreprocessStats(), time.perf_counter()
     with (
         IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size), masked=chat) as writer,
@@ -137,7 +143,7 @@ def preprocess(
         _check_documents(stats, inputs, share)
         for note, count in sorted(stats.notes.items()):
             logger.info(f"{count} of {stats.documents} conversations {note}")
-        writer.finalize(_sidecar(tokenizer, stats, template))
+        writer.finalize(_sidecar(tokenizer, stats, template) | ({"pairs": True} if pairs else {}))
     stats.seconds = time.perf_counter() - start
     return stats
 
@@ -163,9 +169,11 @@ def _check_options(workers: int, chat: bool, chat_template: str | None) -> None:
         raise UserError(f"--chat-template {chat_template}", "applies to conversations", "add --chat, or drop it")
 
 
-def _encoder_factory(tokenizer: Tokenizer, template: ChatTemplate | None, key: str | None) -> EncoderFactory:
+def _encoder_factory(
+    tokenizer: Tokenizer, template: ChatTemplate | None, key: str | None, pairs: bool
+) -> EncoderFactory:
     if template is not None:
-        return partial(ChatEncoder, template=template, key=key)
+        return partial(PairEncoder if pairs else ChatEncoder, template=template, key=key)
     if tokenizer.eos_id is None:
         rule = "has no known end-of-text token, and every document must end with one"
         raise UserError(f"tokenizer {tokenizer.path}", rule, "set eos_token in tokenizer_config.json beside it")

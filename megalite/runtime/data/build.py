@@ -13,6 +13,7 @@ from megalite.core.base.log import logger, warn_on_rank_0
 from megalite.runtime.data.binary import AT_START
 from megalite.runtime.data.blend import BlendedDataset
 from megalite.runtime.data.packing import LossMask, PackedDataset, mask_path
+from megalite.runtime.data.pairs import PairDataset, are_pairs
 from megalite.runtime.data.samples import Dataset, GPTDataset, split_documents
 from megalite.runtime.data.sidecar import read_sidecar, read_stream_pieces
 from megalite.runtime.data.stream.catalogue import is_text_path
@@ -145,6 +146,7 @@ def build_datasets(
     long_documents: Literal["cut", "drop"] = "cut",
     share: tuple[int, int] = (0, 1),
     text: TextOptions | None = None,
+    pairs: bool = False,
 ) -> Datasets:
     """Open, check and split the data.
 
@@ -164,11 +166,14 @@ def build_datasets(
             their answers, others every token.
         share: (rank, world): the ranks share the checking of the files, see `IndexedDataset.verify`.
         text: how text is read.
+        pairs: the data are pairs of answers, of which one is preferred.
 
     Raises:
         UserError: files missing, changed, damaged or of a larger vocabulary, a split shorter than one sample.
     """
     if any(texts_of(words) or stream_prefixes_of(words) for words in (data, valid_data)):
+        rule = "learns from pairs of answers, and text has none"
+        require(not pairs, "--stage dpo with text as data", rule, "make pairs with megalite preprocess --pairs")
         chat = loss_on not in (None, "all") or loss_per == "sample"
         given = f"--loss-on {loss_on}" if loss_on not in (None, "all") else f"--loss-per {loss_per}"
         require(
@@ -184,8 +189,9 @@ def build_datasets(
         )
         return _streams(streams, data, valid_data, split if not valid_data else None, shuffle, evaluate)
     sources = _open(data, vocab_size, share)
-    train, valid, _ = zip(*(split_documents(indexed.num_documents, split) for _, indexed in sources))
-    kind = partial(_dataset_of, document_mask=document_mask, on=loss_on, per=loss_per, long_documents=long_documents)
+    train, valid, _ = zip(*(_split(indexed.num_documents, split, pairs) for _, indexed in sources))
+    options: dict[str, Any] = {"on": loss_on, "per": loss_per, "long_documents": long_documents}
+    kind = partial(_pairs_of, **options) if pairs else partial(_dataset_of, document_mask=document_mask, **options)
     make = partial(_dataset, kind, seq_len=seq_len, seed=seed, vocab_size=vocab_size)
     if valid_data:
         logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
@@ -197,6 +203,12 @@ def build_datasets(
         has_valid = False
     evaluation = make("valid", sources, valid, shuffle=False) if has_valid else None
     return Datasets(make("train", sources, train, shuffle=shuffle), evaluation)
+
+
+def _split(documents: int, split: str, pairs: bool) -> list[tuple[int, int]]:
+    """Split documents, those of a pair together."""
+    size = 2 if pairs else 1
+    return [(size * first, size * stop) for first, stop in split_documents(documents // size, split)]
 
 
 def _streams(
@@ -244,12 +256,23 @@ def _dataset_of(
 ) -> GPTDataset | PackedDataset:
     """Pack whole documents of data with a loss mask; take samples from the continuous text of other data."""
     marked = mask_path(indexed.prefix).exists()
+    given, rule = f"--data {indexed.prefix}", "has pairs of answers, of which one is preferred"
+    require(not are_pairs(indexed.prefix), given, rule, "give --stage dpo, or preprocess conversations without --pairs")
     if marked and on is None:
         logger.info(f"{indexed.prefix} has marked answers and they alone are learned (all tokens with --loss-on all)")
     if marked or on not in (None, "all") or per == "sample":
         mask = LossMask(indexed, on or "answers")
         return PackedDataset(indexed, mask=mask, per_sample=per == "sample", long_documents=long_documents, **options)
     return GPTDataset(indexed, document_mask=document_mask, **options)
+
+
+def _pairs_of(indexed: IndexedDataset, *, on: Any, per: str, long_documents: Any, **options: Any) -> PairDataset:
+    """Pack pairs of answers."""
+    given, rule = f"--loss-on {on} --loss-per {per} with --stage dpo", "the loss of a pair is of both its answers"
+    require(on in (None, "answers") and per == "token", given, rule, "drop --loss-on and --loss-per")
+    given, rule = f"--stage dpo with --data {indexed.prefix}", "learns from pairs of answers, and these are none"
+    require(are_pairs(indexed.prefix), given, rule, "make them with megalite preprocess --pairs")
+    return PairDataset(indexed, mask=LossMask(indexed, "answers"), long_documents=long_documents, **options)
 
 
 def _dataset(

@@ -129,6 +129,7 @@ class PackedDataset:
     """
 
     has_documents = True
+    _items = "documents"
 
     def __init__(
         self,
@@ -156,28 +157,34 @@ class PackedDataset:
         self.per_sample = per_sample
         self.long_documents = long_documents
         self.source = source
-        self.places = np.minimum(indexed.sizes - 1, seq_len)
+        self.name = f"{split} split of {indexed.prefix}"
+        self.places, self._usable, left_out = self._choose()
+        self._version, self.version = 0, VERSION_OF_DATA
+        total = int(self.places[self._usable].sum())
+        logger.info(
+            f"{self.name}: {len(self._usable)} {self._items} packed into {self.num_samples} samples of {seq_len}, "
+            f"{total / (self.num_samples * seq_len):.1%} full; {left_out}"
+        )
+
+    def _choose(self) -> tuple[Tokens, Tokens, str]:
+        """Return the places of each item, the items that are used, and what is said of the others."""
         first, stop = self.documents
-        sizes = indexed.sizes[first:stop]
+        sizes, seq_len = self.indexed.sizes[first:stop], self.seq_len
         too_long, usable = sizes > seq_len + 1, sizes > 1
-        if long_documents == "drop":
+        if self.long_documents == "drop":
             usable &= ~too_long
-        self._usable: Tokens = first + np.flatnonzero(usable)
-        name = f"{split} split of {indexed.prefix}"
-        if not len(self._usable):
+        if not usable.any():
             raise UserError(
-                name,
+                self.name,
                 f"none of its {stop - first} documents has 2 to {seq_len + 1} tokens",
                 "use more data, a longer --seq-len, or --long-documents cut",
             )
-        self._version, self.version = 0, VERSION_OF_DATA
-        total = int(self.places[self._usable].sum())
-        outcome = "cut" if long_documents == "cut" else "dropped"
-        logger.info(
-            f"{name}: {len(self._usable)} documents packed into {self.num_samples} samples of {seq_len}, "
-            f"{total / (self.num_samples * seq_len):.1%} full; {int(too_long.sum())} of more than {seq_len + 1} tokens "
-            f"{outcome}, {int((sizes < 2).sum())} of less than 2 dropped; --loss-on {mask.on}"
+        outcome = "cut" if self.long_documents == "cut" else "dropped"
+        left_out = (
+            f"{int(too_long.sum())} of more than {seq_len + 1} tokens {outcome}, {int((sizes < 2).sum())} of less than "
+            f"2 dropped; --loss-on {self.mask.on}"
         )
+        return np.minimum(self.indexed.sizes - 1, seq_len), first + np.flatnonzero(usable), left_out
 
     def __len__(self) -> int:
         return self.num_samples
@@ -219,7 +226,7 @@ class PackedDataset:
         return Rows(inputs, targets, starts, weights if self.per_sample else None, padding)
 
     def documents_at(self, position: int) -> list[int]:
-        """Return the documents of the sample at a position, in their order there."""
+        """Return the documents of the sample at a position, in their order there; of pairs, the pairs."""
         while position >= self._ends[-1]:
             self._load(len(self._ends) - 1)
         epoch = bisect_left(self._ends, position + 1) - 1
@@ -245,8 +252,7 @@ class PackedDataset:
         if epoch == len(self._ends) - 1:
             self._ends.append(self._ends[-1] + len(self._packs))
             if epoch == 1:
-                name = f"{self.split} split of {self.indexed.prefix}"
-                logger.info(f"{name}: its {len(self._usable)} documents are used up, continuing with epoch 2")
+                logger.info(f"{self.name}: its {len(self._usable)} {self._items} are used up, continuing with epoch 2")
 
     def _pack_epoch(self, epoch: int) -> list[npt.NDArray[np.int64]]:
         documents = self._usable

@@ -50,5 +50,6 @@ def _evaluate_loss(run: Run) -> float | None:
     loss = total / targets
     run.evaluated = run.step, run.consumed_samples, loss
     run.metrics.event("eval", step=run.step, loss=loss)
-    logger.info(f"evaluation after step {run.step} | loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f}")
+    perplexity = f" | perplexity {math.exp(min(loss, 700.0)):.2f}" if cfg.train.stage == "lm" else ""
+    logger.info(f"evaluation after step {run.step} | loss {loss:.4f}{perplexity}")
     return loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megalite.core.base.errors import UserError
+from megalite.core.base.errors import UserError, require
 from megalite.core.mesh.rendezvous import local_world_size
 from megalite.core.options.names import dashed
 from megalite.runtime.base.child import num_cores
@@ -135,6 +135,8 @@ def open_data(
     if train_data is not None:
         datasets = _own_datasets(cfg, train_data, valid_data)
     elif d.mock_data:
+        given, rule = "--mock-data with --stage dpo", "synthetic sequences are no pairs of answers"
+        require(cfg.train.stage != "dpo", given, rule, "give --data PREFIX of megalite preprocess --pairs")
         mock: Dataset = MockDataset(model.vocab, model.seq_len, seed)
         datasets = Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1) if cfg.run.evaluates else None)
     else:
@@ -186,6 +188,7 @@ def _token_files(cfg: Config, tokenizer: Tokenizer | None, share: tuple[int, int
         long_documents=d.long_documents,
         share=share,
         text=_text_options(cfg, tokenizer),
+        pairs=cfg.train.stage == "dpo",
     )
 
 

@@ -50,6 +50,7 @@ from megalite.runtime.recover import restore
 from megalite.runtime.recover.copies import Copies
 from megalite.runtime.recover.member import NOBODY, Companion
 from megalite.runtime.start.inputs import open_data, resolve_vocabulary
+from megalite.runtime.start.references import score_references
 from megalite.runtime.start.resume import Source, check_folders, choose_checkpoint, log_start, resume
 from megalite.runtime.start.run_dir import make_run_dir, write_config, write_pid
 from megalite.runtime.watch.heartbeat import Heartbeat
@@ -142,6 +143,10 @@ def _starting_point(
     meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned))
     if source:
         log_start(engine, source, meta)
+    if cfg.train.stage == "dpo":
+        # A stage on other data has another reference: the weights that it starts from.
+        kept = {} if source and source.reset_data else (restored["meta"] if restored else state)
+        meta["references"] = score_references(engine, datasets, kept.get("references"))
     return source, meta, state
 
 

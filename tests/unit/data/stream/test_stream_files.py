@@ -89,6 +89,7 @@ def test_pieces_that_are_not_of_these_files_are_refused(small: None, tmp_path: P
     ("words", "says"),
     [
         (["--order", "stream", "--chat"], "--order stream with --chat: "),
+        (["--order", "stream", "--pairs"], "--order stream with --pairs: "),
         (["--order", "stream", "--share", "1/2"], "--order stream with --share: "),
         (["--order", "stream", "--input", "a", "b"], "--order stream with 2 --input: takes the one folder or file"),
         (["--order", "stream", "--input", "absent"], "--data absent: does not exist"),

@@ -1,0 +1,102 @@
+"""Preferences (`--stage dpo`): the loss of pairs in place of the cross-entropy, and its figures.
+
+The loss of a pair depends on the log-probabilities of its two answers, sums over their tokens. So its gradient is that
+of the tokens' cross-entropies, each multiplied by one number per answer, known once the sums are. No collective is
+differentiated: over cp, sums of a few numbers are exchanged. Shapes: S tokens of a rank, B samples, P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megalite.core.batch import ForwardPass, MicroBatch
+from megalite.core.engine import Engine
+from megalite.core.mesh import collectives
+from megalite.core.options.choices import PREFERENCES
+from megalite.core.options.step import StepConfig
+from megalite.core.parts.preferences.dpo import Pairs
+from megalite.core.sums import Counter
+
+FIGURES = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+"""Means over the pairs of a step, named as in TRL."""
+
+
+class Preferences(Counter):
+    """The loss of pairs, which the output layer asks for, and its figures: `FIGURES`, and the number of pairs."""
+
+    name = "preferences"
+
+    def __init__(self, engine: Engine[StepConfig]) -> None:
+        self._engine = engine
+        self._train = engine.cfg.train
+        self._cp = engine.ctx.axis("cp")
+        self._loss = PREFERENCES[self._train.dpo_loss]
+        self._sums = self._zeros()
+
+    @classmethod
+    def of(cls, engine: Engine[StepConfig]) -> Preferences | None:
+        """Make it the objective of a run of preferences."""
+        if engine.cfg.train.stage != "dpo":
+            return None
+        counter = cls(engine)
+        for stage in engine.stages.values():
+            if stage.last:
+                stage.lm_head.objective = counter
+        return counter
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(1 + len(FIGURES), dtype=torch.float64, device=self._engine.ctx.device)
+
+    def __call__(self, loss_SB: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the losses of the pairs, each at the one target that has a weight, and the targets' derivatives."""
+        targets_SB, owners_SB, length = batch.targets_SB, batch.owners_SB, batch.positions.length
+        assert targets_SB is not None
+        if owners_SB is None:
+            # Samples without pairs are placeholders, of a rank that could not read its data.
+            owners_SB = torch.full_like(targets_SB, -1)
+        samples, counted_SB = loss_SB.shape[1], (targets_SB >= 0) & (owners_SB >= 0)
+        # A sample has fewer documents than places, an even number of which are set aside for it.
+        room = length + length % 2
+        number_SB = owners_SB.clamp(min=0) + room * torch.arange(samples, device=loss_SB.device)
+        references_SB = batch.references_SB
+        known = [-loss_SB.double(), counted_SB.double()]
+        known.append(torch.zeros_like(known[0]) if references_SB is None else references_SB)
+        sums = loss_SB.new_zeros(3, room * samples, dtype=torch.float64)
+        sums.index_add_(1, number_SB.flatten(), torch.stack([(x * counted_SB).flatten() for x in known]))
+        collectives.all_reduce(sums, self._cp).wait()
+        (chosen, rejected), (of_chosen, of_rejected), (by_ref_c, by_ref_r) = sums.view(3, -1, 2).transpose(1, 2)
+        gain_c, gain_r = chosen - by_ref_c, rejected - by_ref_r
+        pairs = Pairs(gain_c, gain_r, of_chosen.clamp(min=1), of_rejected.clamp(min=1))
+        found = self._loss(pairs, self._train.dpo_beta, self._train.dpo_smoothing)
+        pair_SB, first_SB = number_SB // 2, counted_SB.double()
+        first_SB = first_SB if batch.weights_SB is None else first_SB * batch.weights_SB
+        if fwd.training:
+            beta = self._train.dpo_beta
+            rewards = beta * gain_c, beta * gain_r, beta * (gain_c - gain_r), (gain_c > gain_r).double()
+            figures = torch.stack((torch.ones_like(chosen), *rewards, chosen, rejected))
+            self._sums += (figures[:, pair_SB] * first_SB).sum((1, 2))
+        by_answer = torch.stack((found.by_chosen, found.by_rejected), 1).flatten()
+        return (found.loss[pair_SB] * first_SB).float(), (-by_answer[number_SB] * counted_SB).float()
+
+    def sums(self) -> torch.Tensor:
+        own, self._sums = self._sums, self._zeros()
+        return own if self._engine.owns_losses else torch.zeros_like(own)
+
+    def figures(self, sums: Sequence[float], targets: float) -> dict[str, float]:
+        pairs, *rest = sums
+        return {"pairs": pairs, **{name: x / pairs for name, x in zip(FIGURES, rest) if pairs}}
+
+    def losses(self, figures: dict[str, float]) -> dict[str, float]:
+        return figures
+
+
+COUNTER = Preferences.of

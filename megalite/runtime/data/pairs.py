@@ -1,0 +1,101 @@
+"""Pairs of answers to one prompt, of which one is preferred: both in one sample, beside other pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.core.base.errors import UserError
+from megalite.core.rows import IGNORE, Rows, Tokens
+from megalite.runtime.data.packing import PackedDataset
+from megalite.runtime.data.samples import read_ids
+from megalite.runtime.data.sidecar import read_sidecar
+
+
+def are_pairs(prefix: str) -> bool:
+    """Whether the documents of a prefix are pairs (`megalite preprocess --pairs`): 2k is preferred to 2k + 1."""
+    return bool((read_sidecar(prefix) or {}).get("pairs"))
+
+
+class PairDataset(PackedDataset):
+    """Pack pairs of documents into samples, as `PackedDataset` packs documents.
+
+    No pair is in two samples, and so in two micro-batches or on two data-parallel ranks. One whose two documents take
+    more than seq_len places is dropped, or each of them is cut to half of these (`long_documents`); if nothing is left
+    of an answer, the pair is dropped. The target of a pair with a weight, 1, is the first one of its preferred answer:
+    the weight of a batch is its number of pairs.
+
+    Attributes:
+        references: fp64 [documents], log-probability of each document's answer under the reference model; None: 0.
+    """
+
+    _items = "pairs"
+    references: npt.NDArray[np.float64] | None = None
+
+    def _choose(self) -> tuple[Tokens, Tokens, str]:
+        own, half = self.indexed.sizes - 1, self.seq_len // 2
+        first, stop = self.documents[0] // 2, self.documents[1] // 2
+        too_long = own[::2] + own[1::2] > self.seq_len
+        if self.long_documents == "cut":
+            own = np.where(np.repeat(too_long, 2), np.minimum(own, half), own)
+        self._places_of: Tokens = own
+        usable = (own[::2] > 0) & (own[1::2] > 0)
+        if self.long_documents == "drop":
+            usable &= ~too_long
+        else:
+            for pair in first + np.flatnonzero(too_long[first:stop]):
+                usable[pair] &= all(len(self._learned(2 * pair + side)) for side in (0, 1))
+        number, long, used = stop - first, int(too_long[first:stop].sum()), first + np.flatnonzero(usable[first:stop])
+        if not len(used):
+            rule = f"none of its {number} pairs has room in {self.seq_len} tokens with its answers"
+            raise UserError(self.name, rule, "use more data, or a longer --seq-len")
+        cut = f"cut to {half} each" if self.long_documents == "cut" else "dropped"
+        left_out = f"{long} of more than {self.seq_len} tokens {cut}, {number - len(used)} of {number} pairs dropped"
+        return own[::2] + own[1::2], used, left_out
+
+    def sample(self, position: int) -> Rows:
+        return self.row(self.documents_at(position))
+
+    def row(self, pairs: Sequence[int]) -> Rows:
+        """Lay out one sample of these pairs.
+
+        Raises:
+            UserError: an id is not in [0, vocab_size).
+        """
+        inputs, starts = np.zeros(self.seq_len, np.int64), np.zeros(self.seq_len, np.int64)
+        targets, owners = np.full(self.seq_len, IGNORE, np.int64), np.full(self.seq_len, -1, np.int64)
+        weights, references = np.zeros(self.seq_len, np.float32), np.zeros(self.seq_len)
+        documents, at = [2 * pair + side for pair in pairs for side in (0, 1)], 0
+        for number, document in enumerate(documents):
+            first, places = int(self.indexed.starts[document]), int(self._places_of[document])
+            tokens = read_ids(self.indexed, first, first + places + 1, self.vocab_size)
+            learned = self._learned(document)
+            inputs[at : at + places], starts[at : at + places] = tokens[:-1], at
+            targets[at + learned], owners[at + learned] = tokens[1 + learned], number
+            weights[at + learned[:1]] = number % 2 == 0
+            references[at + learned[:1]] = 0.0 if self.references is None else self.references[document]
+            at += places
+        starts[at:] = at
+        return Rows(inputs, targets, starts, weights, np.arange(self.seq_len) >= at, owners, references)
+
+    def whole(self) -> PairDataset:
+        """Return all pairs of the data, in order, whatever the split."""
+        return PairDataset(
+            self.indexed,
+            self.seq_len,
+            self.mask,
+            shuffle=False,
+            vocab_size=self.vocab_size,
+            split="whole",
+            long_documents=self.long_documents,
+        )
+
+    def packs(self) -> list[list[int]]:
+        """List the pairs of each sample of the first epoch."""
+        return [self.documents_at(position) for position in range(self.num_samples)]
+
+    def _learned(self, document: int) -> Tokens:
+        """Return the places of a document that have a target."""
+        return np.flatnonzero(self.mask.of(document)[1 : int(self._places_of[document]) + 1])

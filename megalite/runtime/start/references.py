@@ -1,0 +1,179 @@
+"""Log-probabilities of pairs of answers under the reference model: the weights that a run of preferences starts from.
+
+They are computed once, in the run's layout, and stored beside the data, `PREFIX.ref-KEY.bin`: fp64, one per document.
+KEY and `PREFIX.ref-KEY.json` say of which weights, data, length and precision. So a run that is resumed, in whatever
+layout, has the same reference, and another run from the same weights need not compute it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megalite.core.base.errors import UserError, require
+from megalite.core.base.log import logger
+from megalite.core.engine import Engine
+from megalite.core.mesh import collectives
+from megalite.core.mesh.agree import agree
+from megalite.core.rows import Rows
+from megalite.core.scoring import microbatches_needed, score_rows
+from megalite.runtime.data import BlendedDataset, Dataset, Datasets
+from megalite.runtime.data.pairs import PairDataset
+from megalite.runtime.options.run import Config
+
+# Rows of all ranks that are in memory at a time.
+_ROWS = 4096
+_REMEDY = "restore the file, or begin the stage anew in another --run-dir"
+_BITS = {4: torch.int32, 2: torch.int16}
+
+
+def score_references(engine: Engine[Config], datasets: Datasets, recorded: Mapping[str, str] | None) -> dict[str, str]:
+    """Give the data the scores of the reference; every rank calls it.
+
+    Args:
+        engine: its weights are those that the run starts from; they are the reference unless one is recorded.
+        recorded: what this returned when the run began; None in a new one.
+
+    Returns:
+        By the hash of each part of the data: the KEY of its scores, and their SHA-256.
+
+    Raises:
+        UserError: scores that the run began with are not there, or have changed; or they cannot be written.
+    """
+    out: dict[str, str] = {}
+    model = None if recorded else digest_of_weights(engine)
+    found: dict[str, npt.NDArray[np.float64]] = {}
+    for dataset in _pair_datasets(datasets):
+        prefix = dataset.indexed.prefix
+        if prefix not in found:
+            whole = dataset.whole()
+            content = agree(engine.ctx, whole.content_hash)
+            facts = {"model": model, "data": content, "precision": engine.cfg.train.precision}
+            key, digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16], ""
+            if recorded:
+                rule = "the run began without these pairs, and so without their scores by its first weights"
+                require(content in recorded, f"--data or --valid-data {prefix}", rule, "give the data it began with")
+                key, digest = recorded[content].split()
+            scores = _stored(engine, Path(f"{prefix}.ref-{key}.bin"), whole.indexed.num_documents, digest)
+            if scores is None:
+                scores = _score(engine, whole)
+                _store(engine, Path(f"{prefix}.ref-{key}.bin"), scores, facts)
+            found[prefix] = scores
+            out[content] = f"{key} {_sha256(scores.tobytes())}"
+        dataset.references = found[prefix]
+    return out
+
+
+def digest_of_weights(engine: Engine[Config]) -> str:
+    """Return a hash of all weights, the same in any layout: SHA-256 of the sum of each one's bits as integers."""
+    sums: dict[str, int] = {}
+    for state in engine.optimizer.states():
+        if state.role == "master" and state.is_owner:
+            for box in state.slices:
+                part = state.flat[box.at : box.at + box.numel]
+                bits = part.view(_BITS[part.element_size()]).sum(dtype=torch.int64)
+                sums[state.name] = sums.get(state.name, 0) + int(bits)
+    total: dict[str, int] = {}
+    for text in collectives.gather_texts(json.dumps(sums), engine.ctx.world, engine.ctx.device):
+        for name, bits in json.loads(text).items():
+            total[name] = total.get(name, 0) + bits
+    return _sha256(json.dumps(total, sort_keys=True).encode())
+
+
+def _pair_datasets(datasets: Datasets) -> list[PairDataset]:
+    def parts(dataset: Dataset | None) -> list[Any]:
+        return list(dataset.datasets) if isinstance(dataset, BlendedDataset) else [dataset]
+
+    both = [*parts(datasets.train), *parts(datasets.valid)]
+    return [dataset for dataset in both if isinstance(dataset, PairDataset)]
+
+
+def _stored(engine: Engine[Config], path: Path, documents: int, digest: str) -> npt.NDArray[np.float64] | None:
+    """Read scores on rank 0, and share them; None where a new run has none.
+
+    Args:
+        digest: SHA-256 that they must have, as the run began with them; "": that of their description.
+    """
+
+    def read() -> bytes:
+        if engine.ctx.rank != 0 or not (digest or path.exists()):
+            return b""
+        try:
+            data = path.read_bytes()
+            expected = digest or json.loads(path.with_suffix(".json").read_text())["sha256"]
+        except (OSError, ValueError, KeyError) as e:
+            rule = f"has the reference's log-probabilities, and cannot be read ({e})"
+            raise UserError(str(path), rule, _REMEDY if digest else "delete it: it is made anew") from None
+        rule = "is not as it was written: its SHA-256 is another"
+        same = _sha256(data) == expected and len(data) == 8 * documents
+        require(same, str(path), rule, _REMEDY if digest else "delete it: it is made anew")
+        return data
+
+    data = agree(engine.ctx, read)
+    values = torch.zeros(1 + documents, dtype=torch.float64, device=engine.ctx.device)
+    if data:
+        values[0] = 1
+        values[1:] = torch.from_numpy(np.frombuffer(data).copy())
+    collectives.broadcast(values, engine.ctx.world).wait()
+    has_some, *_ = values[:1].tolist()
+    if has_some:
+        logger.info(f"the reference's log-probabilities are those of {path}")
+    return values[1:].cpu().numpy() if has_some else None
+
+
+def _score(engine: Engine[Config], dataset: PairDataset) -> npt.NDArray[np.float64]:
+    """Score all pairs with the weights as they are; NaN where a document is not used."""
+    ctx, size = engine.ctx, engine.cfg.train.micro_batch_size
+    packs, documents = dataset.packs(), dataset.indexed.num_documents
+    logger.info(f"computing the reference's log-probabilities: {len(packs)} samples, {documents // 2} pairs")
+    engine.optimizer.wait_weights()
+    out = np.full(documents, np.nan)
+    for first in range(0, len(packs), _ROWS):
+        part = packs[first : first + _ROWS]
+        own = microbatches_needed(engine, len(part), size) * size
+        mine = part[ctx.dp.rank * own : (ctx.dp.rank + 1) * own]
+        mine += [[] for _ in range(own - len(mine))]
+        rows = Rows.stack([dataset.row(pairs) for pairs in mine])
+        numbers = np.zeros((own, dataset.seq_len + 1), np.int64)
+        for row, pairs in enumerate(mine):
+            numbers[row, : 2 * len(pairs)] = [2 * pair + side for pair in pairs for side in (0, 1)]
+        assert rows.owners is not None
+        owners = np.where(rows.owners >= 0, np.take_along_axis(numbers, rows.owners.clip(0), 1), -1)
+        scores = score_rows(engine, rows, owners, documents, size)
+        assert scores is not None
+        used = [2 * pair + side for pairs in part for pair in pairs for side in (0, 1)]
+        out[used] = scores.logprobs[used]
+    return out
+
+
+def _store(
+    engine: Engine[Config], path: Path, scores: npt.NDArray[np.float64], facts: Mapping[str, str | None]
+) -> None:
+    """Write scores and what they are of, on rank 0; the scores last: a new run looks for them."""
+
+    def write() -> None:
+        if engine.ctx.rank != 0:
+            return
+        description = {**facts, "documents": len(scores), "sha256": _sha256(scores.tobytes())}
+        try:
+            for file, data in ((path.with_suffix(".json"), json.dumps(description).encode()), (path, scores.tobytes())):
+                partial = file.with_name(f"{file.name}.partial")
+                partial.write_bytes(data)
+                os.replace(partial, file)
+        except OSError as e:
+            rule = f"holds the reference's log-probabilities beside the data, and cannot be written ({e.strerror})"
+            raise UserError(str(path), rule, "copy the data to a folder that can be written") from None
+
+    agree(engine.ctx, write)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,131 @@
+"""Runs of preferences: the reference of any layout, resumed runs, what is refused, and a model that learns."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.core.base.errors import UserError
+from megalite.extras.convert.hf import export_hf
+from megalite.extras.prepare.preprocess import preprocess
+from megalite.extras.view.metrics import read_metrics
+from megalite.runtime.data import IndexedDataset, LossMask
+from tests.parity.runs import train
+from tests.workers import WorkerPool
+
+MODEL = [
+    *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--num-kv-heads", "4", "--seq-len", "128"),
+    *("--global-batch-size", "4", "--device", "cpu", "--tokenizer", "bytes", "--stage", "dpo", "--lr", "1e-3"),
+    *("--lr-decay", "constant", "--eval-steps", "0", "--weight-decay", "0"),
+]
+WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "tree"]
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> str:
+    """A hundred pairs: answers in upper case are preferred."""
+    draws, lines = random.Random(0), []
+    for _ in range(100):
+        prompt, answer = (" ".join(draws.choices(WORDS, k=2)) for _ in range(2))
+        lines.append(json.dumps({"prompt": prompt, "chosen": answer.upper(), "rejected": answer}))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    preprocess([str(tmp_path / "pairs.jsonl")], "bytes", str(tmp_path / "pairs"), pairs=True, chat_template="chatml")
+    return str(tmp_path / "pairs")
+
+
+def arguments(pairs: str, run: Path, steps: int, *more: str) -> list[str]:
+    return [*MODEL, "--data", pairs, "--run-dir", str(run), "--train-steps", str(steps), *more]
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return list(read_metrics(run)[0])
+
+
+def scores_of(pairs: str) -> Path:
+    (file,) = Path(pairs).parent.glob("pairs.ref-*.bin")
+    return file
+
+
+def test_references_of_a_layout_are_those_of_any(pool: WorkerPool, pairs: str, tmp_path: Path) -> None:
+    pool.run(4, train, arguments(pairs, tmp_path / "four", 1, "--tp", "2", "--pp", "2"), 4)
+    file = scores_of(pairs)
+    made = file.stat().st_mtime_ns
+    train(0, arguments(pairs, tmp_path / "one", 1), 1)
+    # The same weights have the same name in any layout, and their scores are not made again.
+    assert scores_of(pairs).stat().st_mtime_ns == made
+    for run in ("four", "one"):
+        (step,) = steps_of(tmp_path / run)
+        assert abs(step["loss"] - math.log(2)) <= 1e-6
+    # Other weights have others.
+    train(0, arguments(pairs, tmp_path / "other", 1, "--seed", "5"), 1)
+    assert len(list(tmp_path.glob("pairs.ref-*.bin"))) == 2
+    (step,) = steps_of(tmp_path / "other")
+    assert abs(step["loss"] - math.log(2)) <= 1e-6
+
+
+def test_a_resumed_run_keeps_its_reference(pairs: str, tmp_path: Path) -> None:
+    whole = train(0, arguments(pairs, tmp_path / "whole", 4), 1)
+    train(0, arguments(pairs, tmp_path / "cut", 4, "--exit-interval", "2"), 1)
+    assert train(0, arguments(pairs, tmp_path / "cut", 4), 1) == whole
+    assert [step["loss"] for step in steps_of(tmp_path / "cut")] == [s["loss"] for s in steps_of(tmp_path / "whole")]
+    file, data = scores_of(pairs), bytearray(scores_of(pairs).read_bytes())
+    data[9] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="SHA-256 is another"):
+        train(0, arguments(pairs, tmp_path / "cut", 6), 1)
+    with pytest.raises(UserError, match="delete it: it is made anew"):
+        train(0, arguments(pairs, tmp_path / "new", 1), 1)
+    file.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        train(0, arguments(pairs, tmp_path / "cut", 6), 1)
+
+
+def test_a_stage_after_it_has_a_reference_of_its_own(pairs: str, tmp_path: Path) -> None:
+    train(0, arguments(pairs, tmp_path / "first", 3), 1)
+    resets = ("--reset-data", "--reset-optimizer", "--reset-step", "--resume", str(tmp_path / "first"))
+    train(0, arguments(pairs, tmp_path / "second", 1, *resets), 1)
+    (step,) = steps_of(tmp_path / "second")
+    assert abs(step["loss"] - math.log(2)) <= 1e-6
+    assert steps_of(tmp_path / "first")[-1]["loss"] < 0.69
+
+
+def test_pairs_and_other_data_are_not_mixed_up(pairs: str, tmp_path: Path) -> None:
+    without = [word for word in arguments(pairs, tmp_path / "run", 1) if word not in ("--stage", "dpo")]
+    with pytest.raises(UserError, match="has pairs of answers"):
+        train(0, without, 1)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "red " * 200}) + "\n")
+    preprocess([str(tmp_path / "text.jsonl")], "bytes", str(tmp_path / "text"))
+    with pytest.raises(UserError, match="these are none"):
+        train(0, arguments(str(tmp_path / "text"), tmp_path / "run", 1, "--split", "1,0,0"), 1)
+    with pytest.raises(UserError, match="synthetic"):
+        train(0, [w for w in arguments("", tmp_path / "run", 1, "--mock-data") if w not in ("--data", "")], 1)
+
+
+def test_a_model_learns_what_is_preferred(pairs: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    train(0, arguments(pairs, tmp_path / "run", 25, "--split", "1,0,0"), 1)
+    steps = steps_of(tmp_path / "run")
+    assert np.mean([step["rewards/accuracies"] for step in steps[-3:]]) > 0.95
+    for step in steps:
+        assert step["rewards/margins"] == pytest.approx(step["rewards/chosen"] - step["rewards/rejected"], abs=1e-9)
+        assert step["pairs"] >= 4
+    # The export prefers them too, against the scores of the reference.
+    export_hf(str(tmp_path / "run"), str(tmp_path / "model"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    indexed, references = IndexedDataset(pairs), np.fromfile(scores_of(pairs))
+    mask, gains = LossMask(indexed, "answers"), []
+    for document in range(20):
+        first, stop = indexed.starts[document : document + 2].tolist()
+        ids, learned = torch.from_numpy(indexed.tokens(first, stop).astype(np.int64)), mask.of(document)
+        with torch.no_grad():
+            logprobs = model(ids[None, :-1]).logits[0].double().log_softmax(-1)
+        own = logprobs.gather(1, ids[1:, None])[:, 0][torch.from_numpy(learned[1:])]
+        gains.append(own.sum().item() - references[document])
+    assert np.mean(np.array(gains[::2]) > np.array(gains[1::2])) > 0.95

@@ -1,0 +1,290 @@
+"""`--stage dpo`: loss, figures and every gradient are those of DPO in transformers, and the same in every layout."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from megalite.core.rows import Rows
+from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
+from megalite.runtime.options.run import Config
+from tests.parity import jobs
+from tests.parity.harness import (
+    Row,
+    assert_same_gradients,
+    boxes_of,
+    check,
+    check_mistake,
+    config_of,
+    put_together,
+    ranks_of,
+    train_steps,
+)
+from tests.parity.models import MIXTRAL
+from tests.workers import WorkerPool
+
+DPO: dict[str, Any] = {"stage": "dpo", "dpo_beta": 0.5}
+LLAMA = jobs.llama(init_std=0.15)
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+Answers = tuple[list[int], int, float]
+"""Token ids, how many of the last of them are the answer, the answer's log-probability under the reference."""
+
+
+def laid_out(pairs: Sequence[Sequence[Answers]], length: int) -> Rows:
+    """One row of pairs, written out token by token."""
+    inputs: list[int] = []
+    targets: list[int] = []
+    starts: list[int] = []
+    owners: list[int] = []
+    weights: list[float] = []
+    references: list[float] = []
+    for number, (ids, answer, reference) in enumerate(document for pair in pairs for document in pair):
+        first, n = len(inputs), len(ids) - 1
+        for place in range(n):
+            learned, is_first = place >= n - answer, place == n - answer
+            inputs.append(ids[place])
+            starts.append(first)
+            targets.append(ids[place + 1] if learned else -1)
+            owners.append(number if learned else -1)
+            weights.append(1.0 if is_first and number % 2 == 0 else 0.0)
+            references.append(reference if is_first else 0.0)
+    end, rest = len(inputs), length - len(inputs)
+    fill: list[tuple[list[Any], float]] = [(inputs, 0), (targets, -1), (starts, end), (weights, 0), (owners, -1)]
+    for values, filler in [*fill, (references, 0)]:
+        values += [filler] * rest
+    return Rows(
+        np.array(inputs),
+        np.array(targets),
+        np.array(starts),
+        np.array(weights, np.float32),
+        np.arange(length) >= end,
+        np.array(owners),
+        np.array(references),
+    )
+
+
+def pairs_of(step: int) -> Rows:
+    """Rows of one to three pairs, so that dp ranks and micro-batches have different numbers of them."""
+    rng, rows = np.random.default_rng(step), []
+    for row in range(jobs.BATCH):
+        pairs, number = [], (1, 3, 2, 1, 1, 1, 2, 3)[row]
+        for _ in range(number):
+            prompt = rng.integers(0, jobs.VOCAB, 4 - number).tolist()
+            answers = [rng.integers(0, jobs.VOCAB, n).tolist() for n in rng.integers(1, 6 - number, 2)]
+            pairs.append(tuple((prompt + ids, len(ids), -4.5 * len(ids) + rng.normal()) for ids in answers))
+        rows.append(laid_out(pairs, jobs.SEQ))
+    return Rows.stack(rows)
+
+
+# -------------------------------------------------------------------------------------------------------- one process
+
+CASES = json.loads((Path(__file__).parents[1] / "data/preferences.json").read_text())["model_cases"]
+
+
+def models_of(case: dict[str, Any]) -> tuple[Any, Any]:
+    """(policy, reference), by the recipe of the file."""
+    transformers = pytest.importorskip("transformers")
+    options = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": case["places"]}
+    draws = torch.Generator().manual_seed(case["model_seed"])
+    policy, reference = (
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, tie_word_embeddings=False)) for _ in range(2)
+    )
+    with torch.no_grad():
+        ours, theirs = dict(policy.named_parameters()), dict(reference.named_parameters())
+        for name in sorted(ours):
+            x = torch.ones(ours[name].shape) if "norm" in name else 0.2 * torch.randn(ours[name].shape, generator=draws)
+            ours[name].copy_(x)
+            theirs[name].copy_(x)
+        for name in sorted(ours):
+            ours[name] += case["noise"] * torch.randn(ours[name].shape, generator=draws)
+    return policy, reference
+
+
+def pairs_by_seed(case: dict[str, Any]) -> list[list[tuple[list[int], int]]]:
+    draws = random.Random(case["seed"])
+
+    def ids() -> list[int]:
+        return [draws.randrange(63) for _ in range(draws.randint(1, 12))]
+
+    out = []
+    for _ in range(case["pairs"]):
+        prompt, chosen, rejected = ids(), [*ids(), 63], [*ids(), 63]
+        out.append([(prompt + answer, len(answer)) for answer in (chosen, rejected)])
+    return out
+
+
+def logprob(model: Any, ids: list[int], answer: int) -> torch.Tensor:
+    logprobs = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)[-answer:]
+    return logprobs.gather(1, torch.tensor(ids[-answer:])[:, None]).sum()
+
+
+def by_hand(case: dict[str, Any], policy: Any, reference: Any) -> torch.Tensor:
+    """The mean loss of all pairs, one document at a time."""
+    kind, beta, eps, losses = case["kind"], case["beta"], case.get("eps", 0.0), []
+    for pair in pairs_by_seed(case):
+        c, r = (logprob(policy, *document) - logprob(reference, *document).detach() for document in pair)
+        if kind == "ipo":
+            losses.append((c / pair[0][1] - r / pair[1][1] - 1 / (2 * beta)) ** 2)
+            continue
+        h = beta * (c - r)
+        sign = -1 if kind == "robust" else 1
+        loss = -(1 - eps) * logsigmoid(h) - sign * eps * logsigmoid(-h)
+        losses.append(loss / (1 - 2 * eps) if kind == "robust" else loss)
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"]["name"])
+def test_one_process_is_dpo_in_transformers(case: dict[str, Any], chunk: int, tmp_path: Path) -> None:
+    given, expected = case["case"], case["expected"]
+    policy, reference = (model.double() for model in models_of(given))
+    loss = by_hand(given, policy, reference)
+    loss.backward()
+    norm = torch.stack([x.grad.square().sum() for x in policy.parameters()]).sum().sqrt().item()
+    # The oracle is that of the file, and TRL's.
+    assert [loss.item(), norm] == pytest.approx([expected["loss"], expected["grad_norm"]], rel=1e-6)
+    if trl := case.get("trl"):
+        assert [loss.item(), norm] == pytest.approx([trl["loss"], trl["grad_norm"]], rel=1e-6)
+    scores = iter(expected["ref_logps"])
+    documents = [[(ids, n, next(scores)) for ids, n in pair] for pair in pairs_by_seed(given)]
+    rows: list[list[Any]] = [[]]
+    for pair in documents:
+        if sum(len(ids) - 1 for p in [*rows[-1], pair] for ids, *_ in p) > given["places"]:
+            rows.append([])
+        rows[-1].append(pair)
+    data = Rows.stack([laid_out(row, given["places"]) for row in rows])
+    policy.float().save_pretrained(tmp_path / "policy")
+    cfg = jobs.make_config(
+        hf_model_config(str(tmp_path / "policy")),
+        micro_batch_size=1,
+        global_batch_size=len(rows),
+        loss_chunk=chunk,
+        stage="dpo",
+        dpo_loss="sigmoid" if given["kind"] == "smoothed" else given["kind"],
+        dpo_beta=given["beta"],
+        dpo_smoothing=given.get("eps", 0.0),
+    )
+    result, gradients = from_folder(cfg, tmp_path / "policy", data)
+    assert result.steps[0] == pytest.approx((expected["loss"], expected["grad_norm"]), rel=1e-5)
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    assert [result.reported[0][name] for name in names] == pytest.approx([expected[name] for name in names], abs=1e-5)
+    assert result.reported[0]["pairs"] == given["pairs"]
+    chosen = np.mean(expected["logps"][::2])
+    assert result.reported[0]["logps/chosen"] == pytest.approx(chosen, rel=1e-5)
+    # Gradients take the way of weights into this model: what is fused there is fused here.
+    with torch.no_grad():
+        for x in policy.parameters():
+            x.copy_(x.grad)
+    policy.save_pretrained(tmp_path / "gradients")
+    (engine,) = jobs.engines([cfg], 1)
+    load_hf(str(tmp_path / "gradients"), cfg.model, engine.optimizer.states(), engine.ctx)
+    number = (1 - cfg.optim.beta1) * min(1.0, cfg.optim.clip_grad / (norm + 1e-6))
+    whole = {name: x * number for name, x in put_together([boxes_of(engine, "master")]).items()}
+    assert_same_gradients([gradients], whole, "transformers")
+
+
+def from_folder(cfg: Config, folder: Path, data: Rows) -> tuple[Any, Any]:
+    (engine,) = jobs.engines([cfg], 1)
+    load_hf(str(folder), cfg.model, engine.optimizer.states(), engine.ctx)
+    engine.optimizer.finish_load()
+    result = train_steps(engine, lambda step: data, 1)
+    return result, result.gradients
+
+
+def test_six_pairs_in_rows_are_six_in_one() -> None:
+    draws = np.random.default_rng(1)
+    pairs = [tuple((draws.integers(0, 90, 4).tolist(), n, -5.0 * n) for n in draws.integers(1, 4, 2)) for _ in range(6)]
+    model = jobs.llama(seq_len=36, init_std=0.15)
+    results = []
+    for cuts in ([1, 3, 2], [6]):
+        at = np.cumsum([0, *cuts])
+        rows = [laid_out(pairs[a:b], 36) for a, b in zip(at, at[1:])]
+        cfg = jobs.make_config(model, micro_batch_size=1, global_batch_size=len(rows), **DPO)
+        (engine,) = jobs.engines([cfg], 1)
+        results.append(train_steps(engine, partial(lambda step, data: data, data=Rows.stack(rows)), 1))
+    apart, together = results
+    assert apart.steps[0] == pytest.approx(together.steps[0], rel=1e-5)
+    assert_same_gradients([apart.gradients], put_together([together.gradients]), "rows")
+
+
+# ------------------------------------------------------------------------------------------------------------ layouts
+
+DATA = {"data": pairs_of, **DPO}
+GRID: dict[Any, list[Row]] = {
+    ranks_of(2, tp=2): [(LLAMA, 1, {}, DATA), (LLAMA, 1, {}, {**DATA, "loss_chunk": 5, "dpo_loss": "ipo"})],
+    ranks_of(2, pp=2): [(LLAMA, 1, {}, DATA)],
+    ranks_of(2, cp=2): [(LLAMA, 1, {}, DATA), (LLAMA, 1, {}, {**DATA, "loss_chunk": 5})],
+    ranks_of(2): [(LLAMA, 1, {}, DATA), (LLAMA, 3, {}, {**DATA, "dpo_loss": "robust", "dpo_smoothing": 0.1})],
+    ranks_of(2, ep=2): [(MIXTRAL, 1, {}, DATA)],
+}
+MORE: dict[Any, list[Row]] = {
+    ranks_of(4, tp=2, cp=2): [(LLAMA, 1, {}, DATA)],
+    ranks_of(4, pp=2, vp=2): [(LLAMA, 2, {}, DATA)],
+    ranks_of(4, tp=2, pp=2): [(LLAMA, 1, {"schedule": "zb-h1"}, DATA)],
+}
+
+
+@pytest.mark.parametrize(
+    "shape", [*GRID, *(pytest.param(shape, marks=pytest.mark.full) for shape in MORE)], ids=lambda x: str(x)
+)
+def test_layouts_are_one_process(pool: WorkerPool, shape: Any) -> None:
+    check(pool, shape, (GRID | MORE)[shape])
+
+
+def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
+    from megalite.core import microbatches, step
+    from megalite.core.parts.counters.preferences import Preferences
+
+    call = Preferences.__call__
+
+    def wrong_sign(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
+        return call(self, loss_SB, replace(batch, references_SB=-batch.references_SB), fwd)
+
+    def per_token(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
+        losses, weights = call(self, loss_SB, batch, fwd)
+        return losses, weights / (weights != 0).sum().clamp(min=1) * 8
+
+    def of_own_pairs(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
+        losses, weights = call(self, loss_SB, batch, fwd)
+        return losses, weights * self._engine.ctx.axis("cp").size
+
+    def to_microbatches(rows: Any, *args: Any) -> Any:
+        # A pair lies in two micro-batches: its second document is that of the next row.
+        owners = np.where(rows.owners % 2 == 1, np.roll(rows.owners, 1, 0), rows.owners)
+        return original(replace(rows, owners=owners), *args)
+
+    original = microbatches.to_microbatches
+    return {
+        "reference of the other sign": (Preferences, "__call__", wrong_sign),
+        "sums per token": (Preferences, "__call__", per_token),
+        "weights as after a differentiated all-reduce": (Preferences, "__call__", of_own_pairs),
+        "a pair split": (step, "to_microbatches", to_microbatches),
+    }
+
+
+@pytest.mark.parametrize(
+    ("mistake", "layout"),
+    [
+        ("reference of the other sign", {"cp": 2}),
+        ("a pair split", {"tp": 2}),
+        ("sums per token", {"tp": 2}),
+        ("weights as after a differentiated all-reduce", {"cp": 2}),
+    ],
+    ids=lambda x: str(x),
+)
+def test_mistakes_show(pool: WorkerPool, mistake: str, layout: dict[str, int]) -> None:
+    shape = ranks_of(2, **layout)
+    check_mistake(pool, mistakes, mistake, 2, config_of(shape, (LLAMA, 1, {}, DPO)), pairs_of)
