@@ -96,6 +96,23 @@ def test_a_stage_after_it_has_a_reference_of_its_own(pairs: str, tmp_path: Path)
     assert steps_of(tmp_path / "first")[-1]["loss"] < 0.69
 
 
+def test_each_part_of_a_blend_has_its_references(pairs: str, tmp_path: Path) -> None:
+    lines = (tmp_path / "pairs.jsonl").read_text().splitlines()
+    for name, part in (("blended", lines[:30]), ("valid", lines[30:50])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(part))
+        files = str(tmp_path / f"{name}.jsonl"), str(tmp_path / name)
+        preprocess([files[0]], "bytes", files[1], pairs=True, chat_template="chatml")
+    blend = ["--data", "0.7", pairs, "0.3", str(tmp_path / "blended"), "--valid-data", str(tmp_path / "valid")]
+    more = ["--run-dir", str(tmp_path / "run"), "--train-steps", "2", "--lr", "1e-12", "--eval-steps", "2"]
+    train(0, [*MODEL, *blend, *more], 1)
+    steps, events = read_metrics(tmp_path / "run")
+    (evaluation,) = [event["loss"] for event in events if event["event"] == "eval"]
+    # Nothing has been learned: all losses are ln 2.
+    assert [step["loss"] for step in steps] == pytest.approx([math.log(2)] * 2, abs=1e-6)
+    assert evaluation == pytest.approx(math.log(2), abs=1e-6)
+    assert len(list(tmp_path.glob("*.ref-*.bin"))) == 3
+
+
 def test_pairs_and_other_data_are_not_mixed_up(pairs: str, tmp_path: Path) -> None:
     without = [word for word in arguments(pairs, tmp_path / "run", 1) if word not in ("--stage", "dpo")]
     with pytest.raises(UserError, match="has pairs of answers"):
