@@ -313,6 +313,10 @@ class Manifest:
         share = part or Part()
         files = tuple(parse_file(f, i % share.world == share.rank) for i, f in enumerate(content["files"]))
         require_rule(len({f.name for f in files}) == len(files), "lists a file twice")
+        is_coded = any(f.plain is not None for f in files)
+        require_rule(
+            is_coded == (version == _CODED_VERSION), f"has format version {version}, and coded shards: {is_coded}"
+        )
         tensors, in_shards = _parse_tensors(content["tensors"], files, share)
         _check_shards(files, in_shards)
         manifest = cls(

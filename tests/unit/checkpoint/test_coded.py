@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import shutil
 import struct
 import sys
@@ -30,7 +31,7 @@ from megalite.runtime.checkpoint import coded
 from megalite.runtime.checkpoint.load import find_good, load_checkpoint
 from megalite.runtime.checkpoint.manifest import FileEntry, read_manifest
 from megalite.runtime.checkpoint.mirror import Mirror
-from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.checkpoint.save import Checkpointer, SaveError
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 
@@ -204,6 +205,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any], bytearray], None], str]] = {
     "size": (lambda c, d: c["files"][0].update(plain=2**49), "boxes end at byte"),
     "code": (lambda c, d: c["files"][0].update(code="lz4"), "code 'lz4' is not planes-zstd"),
     "no code": (lambda c, d: c["files"][0].pop("code"), "an entry is missing"),
+    "old version": (lambda c, d: c.update(version=1), "has format version 1, and coded shards: True"),
     "version": (lambda c, d: c.update(version=3), "has format version 3, not 1 or 2: a newer megalite reads it"),
 }
 
@@ -267,6 +269,21 @@ def test_a_store_takes_and_gives_coded_shards(tmp_path: Path) -> None:
     states = cs.states_at(-1, specs=SPECS)
     load_checkpoint(found, states, CTX)
     assert all(torch.equal(a.flat, b.flat) for a, b in zip(states, noisy(), strict=True))
+
+
+def test_a_disk_that_becomes_full(tmp_path: Path) -> None:
+    """In the middle of a coded shard: nothing is left, and the next save has room."""
+    checkpointer = Checkpointer(tmp_path, CTX, code="planes-zstd")
+    pid = checkpointer._writer.process.pid
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    with pytest.raises(SaveError, match=r"rank_00000\.coded: EFBIG"):
+        checkpointer.save(1, noisy(), {"step": 1})
+    assert [p.name for p in tmp_path.iterdir()] == ["lock"]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+    path = checkpointer.save(2, noisy(), {"step": 2})
+    checkpointer.close()
+    assert path is not None
+    load_checkpoint(path, cs.states_at(-1, specs=SPECS), CTX)
 
 
 OPTIONS = {

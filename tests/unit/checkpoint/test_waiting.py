@@ -27,15 +27,16 @@ from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 
 
-def checkpointer_of(rank: int, url: str, disks: list[str]) -> Checkpointer:
+def checkpointer_of(rank: int, url: str, disks: list[str], code: Any = "none") -> Checkpointer:
     """A run of two ranks, each with a disk of its own."""
     run_dir = Path(disks[rank])
-    return Checkpointer(run_dir / "checkpoints", cs.context(2), "run", on_error="warn", mirror=Mirror(url, run_dir))
+    mirror, ctx = Mirror(url, run_dir), cs.context(2)
+    return Checkpointer(run_dir / "checkpoints", ctx, "run", on_error="warn", mirror=mirror, code=code)
 
 
-def _save_without_an_owner(rank: int, url: str, disks: list[str], weights: bool) -> bool:
+def _save_without_an_owner(rank: int, url: str, disks: list[str], weights: bool, code: Any = "none") -> bool:
     """Save step 2, then, when the store takes no commit any more, step 4, or its weights."""
-    checkpointer = checkpointer_of(rank, url, disks)
+    checkpointer = checkpointer_of(rank, url, disks, code)
     checkpointer.take()
     checkpointer.save(2, cs.states_at(2, rank, 2), {"step": 2})
     assert checkpointer.settle()
@@ -258,6 +259,16 @@ def test_a_part_that_is_nowhere(pool: WorkerPool, url: str, disks: list[str], sa
     assert pool.run(2, _start, url, disks) == ([3, 3] if saves else [4, 4])
     # Of a host that was away at the commit, it goes with the next one.
     assert waiting(disks) == (PARTS[2:] if saves else [])
+
+
+def test_coded_parts_wait_too(pool: WorkerPool, url: str, disks: list[str]) -> None:
+    """What they leave on the disks is uploaded at the next start, loaded, and deleted."""
+    assert pool.run(2, _save_without_an_owner, url, disks, False, "planes-zstd") == [False, False]
+    assert waiting(disks) == sorted(name.replace("safetensors", "coded") for name in PARTS)
+    (name,) = (n.rstrip("/") for n in Store(f"{url}/checkpoints").names() if n.startswith("step_00000004"))
+    empty(Store(f"{url}/checkpoints"), name)
+    assert pool.run(2, _start, url, disks) == [4, 4]
+    assert waiting(disks) == []
 
 
 def test_the_ranks_of_a_host_share_its_parts(pool: WorkerPool, url: str, disks: list[str]) -> None:
