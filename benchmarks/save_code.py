@@ -76,7 +76,7 @@ def medians(states: list[StateTensor], rounds: int) -> dict[str, Any]:
         code: {k: statistics.median(row[k] for row in rows) for k in rows[0]} for code, rows in found.items()
     }
     share = middle["planes-zstd"]["bytes"] / middle["none"]["bytes"]
-    return {"share": round(share, 4), **middle}
+    return {"share": round(share, 4), **{str(code): row for code, row in middle.items()}}
 
 
 def share_of(flats: list[torch.Tensor]) -> float:
