@@ -18,8 +18,10 @@ from megalite.extras.prepare.stream_order import preprocess_stream
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from megalite.extras.tool import ToolParser
 from megalite.runtime.base.child import num_cores
+from megalite.runtime.base.urls import cached_at, is_url
 from megalite.runtime.data import TextOptions, split_of
 from megalite.runtime.options.run import RunConfig
+from megalite.runtime.places.downloads import bring_tree
 
 _PREPROCESS = """Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the
 tokenizer. With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers. Several hosts prepare
@@ -87,6 +89,13 @@ def _preprocess(argv: Sequence[str]) -> None:
         metavar="DIR",
         help=f"with --order stream, folder for tokenized pieces, shared with runs (default: {RunConfig.cache_dir})",
     )
+    parser.add_argument(
+        "--cache-gb",
+        type=float,
+        default=RunConfig.cache_gb,
+        metavar="G",
+        help=f"the oldest pieces there are deleted above this many GB (default: {RunConfig.cache_gb:g})",
+    )
     parser.add_argument("--share", default="1/1", metavar="I/N", help="prepare the I-th of N parts of the inputs")
     parser.add_argument("--merge", nargs="+", metavar="PREFIX", help="join prepared data, in this order; no --input")
     args = parser.parse_args(argv)
@@ -98,9 +107,10 @@ def _preprocess(argv: Sequence[str]) -> None:
     if args.order == "stream":
         _stream(args)
         return
-    given = f"--cache-dir {args.cache_dir}"
-    require(args.cache_dir == RunConfig.cache_dir, given, "applies to --order stream", "add it, or drop --cache-dir")
-    ours = ("input", "tokenizer", "out", "merge", "order", "cache_dir")
+    for flag, name in (("--cache-dir", "cache_dir"), ("--cache-gb", "cache_gb")):
+        given, is_set = f"{flag} {getattr(args, name)}", getattr(args, name) != getattr(RunConfig, name)
+        require(not is_set, given, "applies to --order stream", f"add it, or drop {flag}")
+    ours = ("input", "tokenizer", "out", "merge", "order", "cache_dir", "cache_gb")
     options = {key: value for key, value in vars(args).items() if key not in ours}
     options["share"] = _share(args.share)
     stats = preprocess_files(args.input, args.tokenizer, args.out, **options)
@@ -120,10 +130,18 @@ def _stream(args: argparse.Namespace) -> None:
     rule = "takes the one folder or file that --data would name"
     require(len(args.input) == 1, f"--order stream with {len(args.input)} --input", rule, "put the files in one folder")
     in_range(args, "workers", 0, 1024)
-    check_output(args.out, [Path(split_of(args.input[0])[0])], args.overwrite)
-    folder, limit = args.cache_dir, int(RunConfig.cache_gb * 1e9)
-    options = TextOptions(None, args.key or "text", args.skip_bad, None, None, folder, limit, args.workers)
-    print(f"{args.out}: {preprocess_stream(args.input[0], args.tokenizer, args.out, options)}")
+    in_range(args, "cache_gb", 0.001, 10**7)
+    (word,) = args.input
+    path, _ = split_of(word)
+    if is_url(path):
+        bring_tree(path, args.cache_dir)
+        word = str(cached_at(word, args.cache_dir))
+    else:
+        require(Path(path).exists(), f"--input {word}", "does not exist", "check the path")
+    check_output(args.out, [Path(path)], args.overwrite)
+    limit = int(args.cache_gb * 1e9)
+    options = TextOptions(None, args.key or "text", args.skip_bad, None, None, args.cache_dir, limit, args.workers)
+    print(f"{args.out}: {preprocess_stream(word, args.tokenizer, args.out, options)}")
 
 
 def _merge(args: argparse.Namespace) -> None:

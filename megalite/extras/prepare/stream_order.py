@@ -6,6 +6,7 @@ taken from there, and what this makes a run finds. `PREFIX.json` says which docu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -14,6 +15,7 @@ import numpy as np
 from megalite import __version__
 from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.runtime.data.sidecar import max_bytes
 from megalite.runtime.data.stream.opening import TextOptions, open_text
 from megalite.runtime.data.stream.sources import Ints, TextSource
 from megalite.runtime.data.stream.workers import Workers
@@ -52,6 +54,10 @@ def preprocess_stream(word: str, tokenizer_path: str, out_prefix: str, options: 
             documents, tokens = documents + len(sizes), tokens + len(ids)
         if not documents:
             raise UserError(f"--input {word}", "contains no document", "check the files and --key")
+        # Half of it: the rest is for what else is there.
+        if len(json.dumps(pieces, indent=2)) > max_bytes(documents) // 2:
+            rule = f"has {source.num_pieces} pieces of {documents} documents: more than {out_prefix}.json may hold"
+            raise UserError(f"--input {word}", rule, "put more text into each file or row group")
         writer.finalize(
             {
                 "tokenizer_kind": tokenizer.kind,

@@ -86,6 +86,11 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     return content
 
 
+def max_bytes(documents: int) -> int:
+    """Return the most bytes that `PREFIX.json` may have, but for checksums: each document may be a piece."""
+    return _MAX_BYTES + 800 * documents
+
+
 class StreamPieces(NamedTuple):
     """How the documents of token files lie in the pieces of the text that they were made of.
 
@@ -162,8 +167,9 @@ def read_checksums(prefix: str | Path) -> dict[str, Checksums]:
 def _read(prefix: str | Path) -> dict[str, Any] | None:
     path, data = Path(f"{prefix}.json"), Path(f"{prefix}.bin")
     try:
-        # A block's digest takes 11 characters; there may be a mask of as many blocks.
-        content = read_json(path, _MAX_BYTES + 32 * ((data.stat().st_size if data.exists() else 0) // BLOCK))
+        # A block's digest takes 11 characters; there may be a mask of as many blocks. `.idx` has 20 bytes a document.
+        size, index = (file.stat().st_size if file.exists() else 0 for file in (data, Path(f"{prefix}.idx")))
+        content = read_json(path, 32 * (size // BLOCK) + max_bytes(index // 20))
     except FileNotFoundError:
         return None
     except (OSError, BadFile) as e:

@@ -192,6 +192,8 @@ class PrefixSource(Source):
     def __init__(self, indexed: IndexedDataset, vocab_size: int | None, pieces: StreamPieces | None = None) -> None:
         self._indexed, self._vocab_size = indexed, vocab_size
         self.name = indexed.prefix
+        # Other pieces are another order, and other names of files another split.
+        self._of_pieces = "" if pieces is None else hashlib.sha256(repr(pieces).encode()).hexdigest()
         if not indexed.num_tokens:
             raise UserError(f"--data {indexed.prefix}", "holds no token", "leave it out")
         # Bounds of parts among documents, and of pieces among parts.
@@ -229,10 +231,10 @@ class PrefixSource(Source):
         pass  # they are there
 
     def identity(self) -> str:
-        return self._indexed.identity()
+        return self._indexed.identity() + self._of_pieces
 
     def content_hash(self) -> str:
-        return self._indexed.content_hash()
+        return hashlib.sha256(f"{self._indexed.content_hash()} {self._of_pieces}".encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)

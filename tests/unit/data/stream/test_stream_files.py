@@ -13,7 +13,9 @@ from megalite.extras.prepare.command import preprocess
 from megalite.extras.prepare.merge import merge
 from megalite.runtime.data import Datasets, Rows
 from megalite.runtime.options import cli
+from megalite.runtime.places.store import Store
 from megalite.runtime.start.inputs import open_data, resolve_vocabulary
+from tests.stores import S3
 from tests.unit.data.stream.texts import write_folder
 
 MODEL = ["--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--seq-len", "16", "--seed", "5"]
@@ -66,6 +68,52 @@ def test_a_blend_with_text_and_other_files_is_one_stream(small: None, tmp_path: 
     assert found[0] == found[1]
 
 
+def made_of(tmp_path: Path, name: str, *words: str) -> str:
+    prefix = str(tmp_path / f"made_of_{name}")
+    order = ["--order", "stream", "--workers", "0", "--cache-dir", str(tmp_path / "cache"), *words]
+    preprocess(["--input", str(tmp_path / name), "--tokenizer", "bytes", "--out", prefix, *order])
+    return prefix
+
+
+def test_files_of_other_names_are_other_data(tmp_path: Path) -> None:
+    """They are split by the names of the text's files, though their tokens are the same."""
+    found = set()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps({"text": f"{i} of them"}) + "\n" for i in range(200))
+        (tmp_path / name / f"{name}.jsonl").write_text(lines)
+        prefix = made_of(tmp_path, name)
+        datasets = open_words("--data", prefix)
+        found |= {(Path(f"{prefix}.bin").read_bytes(), datasets.identity(), datasets.content_hashes()["data_hash"])}
+    assert len(found) == 2
+    assert len({tokens for tokens, *_ in found}) == 1
+
+
+def test_many_small_files_fit_their_description(tmp_path: Path) -> None:
+    folder = (
+        tmp_path
+        / "many"
+        / "a_folder_with_a_name_of_some_length_as_data_sets_have_them"
+        / ("deeper" * 25)
+        / ("deeper" * 40)
+    )
+    folder.mkdir(parents=True)
+    for i in range(2200):
+        (folder / f"part-{i:05}.jsonl").write_text('{"text": "x"}\n')
+    prefix = made_of(tmp_path, "many")
+    assert Path(f"{prefix}.json").stat().st_size > 1 << 20
+    assert len(first(open_words("--data", prefix).train, 20)) == 20
+
+
+def test_a_folder_of_a_store(s3: S3, small: None, tmp_path: Path) -> None:
+    write_folder(tmp_path / "text")
+    for path in (tmp_path / "text").rglob("*.*"):
+        Store(s3.url("for_files")).write(path.relative_to(tmp_path / "text").as_posix(), path.read_bytes())
+    order = ["--tokenizer", "bytes", "--order", "stream", "--workers", "0", "--cache-dir", str(tmp_path / "cache")]
+    preprocess(["--input", s3.url("for_files") + "/", "--out", str(tmp_path / "tokens"), *order])
+    assert len(first(open_words("--data", str(tmp_path / "tokens")).train, 20)) == 20
+
+
 def test_pieces_that_are_not_of_these_files_are_refused(small: None, tmp_path: Path) -> None:
     write_folder(tmp_path / "text")
     prefix = str(tmp_path / "tokens")
@@ -92,8 +140,9 @@ def test_pieces_that_are_not_of_these_files_are_refused(small: None, tmp_path: P
         (["--order", "stream", "--pairs"], "--order stream with --pairs: "),
         (["--order", "stream", "--share", "1/2"], "--order stream with --share: "),
         (["--order", "stream", "--input", "a", "b"], "--order stream with 2 --input: takes the one folder or file"),
-        (["--order", "stream", "--input", "absent"], "--data absent: does not exist"),
+        (["--order", "stream", "--input", "absent"], "--input absent: does not exist"),
         (["--cache-dir", "x"], "--cache-dir x: applies to --order stream; add it"),
+        (["--cache-gb", "9"], "--cache-gb 9.0: applies to --order stream; add it"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, words: list[str], says: str) -> None:
