@@ -307,7 +307,8 @@ def test_tasks_alone_are_enough_to_evaluate(folder: Path) -> None:
     lines = trained(0, str(folder), "no_loss", tasks=True, eval_steps=1, eval_every=2)
     assert [line["step"] for line in lines if line.get("event") == "eval_tasks"] == [2, 3]
     assert not [line for line in lines if line.get("event") == "eval"]
-    for tasks, options in ((False, {}), (True, {"keep_best": 1, "save_every": 1})):
+    refused: list[tuple[bool, dict[str, Any]]] = [(False, {}), (True, {"keep_best": 1, "save_every": 1})]
+    for tasks, options in refused:
         with pytest.raises(UserError, match="--eval-every 1 with --split 1,0,0: leaves no documents to evaluate on"):
             trained(0, str(folder), "refused", tasks=tasks, eval_steps=1, **options)
 
