@@ -70,7 +70,7 @@ class OptimPart(Part[Any]):
 
 
 def options_of(parts: Iterable[Part[Any]]) -> type:
-    """Return a class that has the options of all parts, for the config of their group to inherit; given by name only."""
+    """Return a class that has the options of all parts, for the config of their group to inherit, given by name."""
     classes = tuple(part.options for part in parts if part.options is not None)
     for option in (option for each in classes for option in fields(each)):
         option.kw_only = True  # by position they would come first, and change with the parts that there are
