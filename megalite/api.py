@@ -100,7 +100,7 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
         rank = dist.get_rank() if grid.world > 1 else env_rank()
         memory = exit_stack.enter_context(diagnosing_memory(cfg, grid, device, rank))
         ctx = ParallelContext.create(grid, device, timeout=timeout)
-        tasks = open_tasks(cfg, ctx)
+        tasks = open_tasks(cfg, ctx, companion)
         run = open_run(cfg, ctx, train_data, valid_data, companion)
         if tasks is not None:
             run.tasks = tasks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,32 @@ def test_the_figures_are_the_same_in_a_layout(pool: WorkerPool, folder: Path) ->
 def test_a_run_that_is_asked_to_stop_evaluates_no_further(folder: Path) -> None:
     lines = trained(0, str(folder), "stopped", tasks=True, stop=True)
     assert [line["step"] for line in lines if line.get("event") in ("eval_tasks", "save")] == [1, 2]
+
+
+def refusal(rank: int, folder: str) -> str:
+    """What a rank says where rank 0 alone is given tasks."""
+    try:
+        trained(rank, folder, "some", tasks=rank == 0)
+    except UserError as e:
+        return str(e)
+    return ""
+
+
+def test_tasks_are_given_on_all_ranks_or_none(pool: WorkerPool, folder: Path) -> None:
+    first, second = pool.run(2, refusal, str(folder), timeout=60)
+    assert first == second
+    assert re.match(r"--eval-tasks of rank 1 \(none\): must equal rank 0's \(.*choices.yaml .*\); start every", first)
+
+
+def test_tasks_alone_are_enough_to_evaluate(folder: Path) -> None:
+    """The step between evaluations too: the last is evaluated at the end, once; a best checkpoint needs a loss."""
+    lines = trained(0, str(folder), "no_loss", tasks=True, eval_steps=1, eval_every=2)
+    assert [line["step"] for line in lines if line.get("event") == "eval_tasks"] == [2, 3]
+    assert not [line for line in lines if line.get("event") == "eval"]
+    refused: list[tuple[bool, dict[str, Any]]] = [(False, {}), (True, {"keep_best": 1, "save_every": 1})]
+    for tasks, options in refused:
+        with pytest.raises(UserError, match="--eval-every 1 with --split 1,0,0: leaves no documents to evaluate on"):
+            trained(0, str(folder), "refused", tasks=tasks, eval_steps=1, **options)
 
 
 def test_a_limit_takes_the_first_documents(folder: Path) -> None:

@@ -14,7 +14,7 @@ from megalite.core.options.part import put_in_order
 from megalite.core.options.update_rule import RULES, MatrixRule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig(OptimParts):
     """Optimizer and learning-rate schedule."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 from megalite.core.base.table import Table
@@ -69,8 +70,11 @@ class OptimPart(Part[Any]):
 
 
 def options_of(parts: Iterable[Part[Any]]) -> type:
-    """Return a class that has the options of all parts, for the config of their group to inherit."""
-    return type("OptionsOfParts", tuple(part.options for part in parts if part.options is not None), {})
+    """Return a class that has the options of all parts, for the config of their group to inherit, given by name."""
+    classes = tuple(part.options for part in parts if part.options is not None)
+    for option in (option for each in classes for option in fields(each)):
+        option.kw_only = True  # by position they would come first, and change with the parts that there are
+    return type("OptionsOfParts", classes, {})
 
 
 def put_in_order(config: Any, own: type, parts: Iterable[Part[Any]]) -> None:

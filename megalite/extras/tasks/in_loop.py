@@ -12,7 +12,7 @@ import torch
 from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger
 from megalite.core.mesh import collectives
-from megalite.core.mesh.agree import agree
+from megalite.core.mesh.agree import agree, check_equal
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.scoring import Scores, microbatches_needed, score_rows
 from megalite.extras.tasks.read import Task, read_task
@@ -22,6 +22,7 @@ from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.loop.run import Run
 from megalite.runtime.options.run import Config
 from megalite.runtime.places.downloads import bring_tree
+from megalite.runtime.recover.member import NOBODY, Companion
 from megalite.runtime.watch.watchdog import OWN
 
 
@@ -104,15 +105,27 @@ class EvalTasks:
         )
 
 
-def open_tasks(cfg: Config, ctx: ParallelContext) -> EvalTasks | None:
+def open_tasks(cfg: Config, ctx: ParallelContext, companion: Companion = NOBODY) -> EvalTasks | None:
     """Read the tasks of `--eval-tasks` and encode their requests, on rank 0, and share these; None without any.
+
+    After a recovery a run goes on without tasks that cannot be read any more: its state is in memory alone.
 
     Raises:
         UserError: a task cannot be read or used, or there is no tokenizer for it; raised on every rank.
     """
-    if not cfg.run.eval_tasks:
+    # Before the collectives that only a run with tasks has.
+    remedy = "start every rank with the same flags and files"
+    check_equal(ctx, "--eval-tasks", " ".join(cfg.run.eval_tasks) or "none", remedy)
+    if not cfg.run.eval_tasks or companion.turn.go.gave_up:
         return None
-    prepared = agree(ctx, lambda: _prepare(cfg) if ctx.rank == 0 else EvalTasks([], []))
+    try:
+        prepared = agree(ctx, lambda: _prepare(cfg) if ctx.rank == 0 else EvalTasks([], []))
+    except UserError as e:
+        if companion.round == 0:
+            raise
+        if ctx.rank == 0:
+            logger.warning(f"the tasks cannot be read any more ({e}): the run goes on without them")
+        return None
     documents = _shared(prepared.documents, ctx)
     return EvalTasks(prepared.asked, documents, pack_scored(documents, cfg.model.seq_len))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def read_task(file: str, limit: int) -> Task:
     require(not unknown, given, f"{', '.join(unknown)} is not supported in training", _REMEDY)
     kind = content.get("output_type", "generate_until")
     rule = f"output_type {kind} is not among {', '.join(METRICS)}"
-    require(kind in METRICS, given, rule, _REMEDY)
+    require(isinstance(kind, str) and kind in METRICS, given, rule, _REMEDY)
     require(isinstance(content.get("task"), str), given, "has no name (task: NAME)", "give it one")
     rule = "dataset_path must be json, with local files in dataset_kwargs.data_files"
     require(content.get("dataset_path") == "json", given, rule, "download the data and name its files")
@@ -107,7 +108,8 @@ def read_task(file: str, limit: int) -> Task:
     docs = _split(given, files, split)
     shots, config = content.get("num_fewshot") or 0, content.get("fewshot_config") or {}
     require(isinstance(shots, int) and shots >= 0, given, f"num_fewshot {shots} is no number from 0", "correct it")
-    unknown = [key for key in config if key not in ("sampler", "split")]
+    require(isinstance(config, dict), given, f"fewshot_config {config} is no mapping of keys to values", "correct it")
+    unknown = [str(key) for key in config if key not in ("sampler", "split")]
     require(not unknown, given, f"fewshot_config.{', '.join(unknown)} is not supported in training", _REMEDY)
     sampler = config.get("sampler", "default")
     require(sampler in ("default", "first_n"), given, f"sampler {sampler} is not default or first_n", "use one of them")
@@ -117,6 +119,9 @@ def read_task(file: str, limit: int) -> Task:
     examples = _split(given, files, source) if shots else []
     rule = f"num_fewshot {shots} is more than the {len(examples)} documents of {source} to draw from"
     require(shots + (excludes and shots > 0) <= len(examples) or not shots, given, rule, "lower it")
+    between = [content.get("target_delimiter", " "), content.get("fewshot_delimiter", "\n\n")]
+    for key, text in zip(("target_delimiter", "fewshot_delimiter"), between):
+        require(isinstance(text, str), given, f"{key} {text} is no text", "put it in quotes, or leave it out")
     return Task(
         content["task"],
         kind,
@@ -127,8 +132,8 @@ def read_task(file: str, limit: int) -> Task:
         content.get("doc_to_choice"),
         content["doc_to_target"],
         content.get("description") or "",
-        content.get("target_delimiter", " "),
-        content.get("fewshot_delimiter", "\n\n"),
+        between[0],
+        between[1],
         shots,
         sampler == "first_n",
         excludes,
@@ -140,11 +145,13 @@ def _load(given: str, file: str) -> dict[str, Any]:
         content = yaml.safe_load(Path(file).read_text())
     except OSError as e:
         raise UserError(given, f"cannot be read ({e.strerror})", "give a YAML file of a task") from None
-    except yaml.constructor.ConstructorError as e:
-        rule = f"{e.problem or e}: Python functions of a task file are not run in training"
-        raise UserError(given, rule, _REMEDY) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise UserError(given, f"is no YAML ({describe(e)})", "correct it") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as e:
+        # Values that fit no type, as a date that is none, fail in Python's own functions.
+        if "'!function'" in str(getattr(e, "problem", "")):
+            rule = f"{getattr(e, 'problem', '')}: Python functions of a task file are not run in training"
+            raise UserError(given, rule, _REMEDY) from None
+        remedy = "correct it; a template stands in quotes: '{{question}}'"
+        raise UserError(given, f"is no YAML ({describe(e)})", remedy) from None
     require(isinstance(content, dict), given, "is no mapping of keys to values", "give a YAML file of a task")
     return content
 
@@ -163,6 +170,7 @@ def _data_files(given: str, options: Any) -> dict[str, list[str]]:
 
 def _split(given: str, files: dict[str, list[str]], split: Any) -> list[Doc]:
     """Read the documents of a split; all have the keys of any of them."""
+    require(isinstance(split, str), given, f"its split {split} is no name", "name one split")
     require(split in files, given, f"its split {split} has no file in data_files", f"add {split}: FILE")
     docs = [doc for name in files[split] for doc in _documents(given, name)]
     require(bool(docs), given, f"its split {split} has no document", "use files with documents")
@@ -178,7 +186,7 @@ def _documents(given: str, name: str) -> list[Doc]:
         docs = json.loads(text) if text.lstrip()[:1] == "[" else [json.loads(s) for s in text.split("\n") if s.strip()]
     except OSError as e:
         raise UserError(given, f"its data file {name} cannot be read ({e.strerror or e})", remedy) from None
-    except (ValueError, EOFError) as e:
+    except (ValueError, EOFError, zlib.error, RecursionError) as e:
         raise UserError(given, f"its data file {name} is no JSON ({describe(e)})", remedy) from None
     require(all(isinstance(doc, dict) for doc in docs), given, f"{name} holds what is no JSON object", remedy)
     return docs
@@ -192,7 +200,7 @@ def _metrics(given: str, kind: str, entries: Any) -> tuple[str, ...]:
     for entry in entries:
         name, known = entry.get("metric"), METRICS[kind]
         rule = f"metric {name} is not among {', '.join(known)}, those of {kind} in training"
-        require(name in known, given, rule, _REMEDY)
+        require(isinstance(name, str) and name in known, given, rule, _REMEDY)
         other = [k for k in entry if k not in ("metric", "aggregation", "higher_is_better")]
         wrong = other or entry.get("aggregation", known[name]) != known[name]
         rule = f"metric {name} is made by aggregation: {known[name]} without further keys"

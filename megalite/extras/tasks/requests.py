@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from typing import Any
 
@@ -20,6 +21,18 @@ from megalite.runtime.data.tokenizer import Tokenizer
 
 # lm-eval's seed of few-shot examples.
 _EXAMPLE_SEED = 1234
+
+# What a template or a value of a document can raise.
+_FAILURES = (
+    jinja2.TemplateError,
+    re.error,
+    ArithmeticError,
+    LookupError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 Document = tuple[list[int], int]
 """Token ids, and how many of the last of them are scored."""
@@ -52,7 +65,10 @@ def questions(task: Task) -> list[Question]:
         given = f"task {task.name}, document {number}"
         try:
             out.append(writer.question(doc, drawn))
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, SyntaxError) as e:
+            for context, text in out[-1].pairs:
+                # A half of a surrogate pair, which JSON can hold, has no bytes for a tokenizer.
+                f"{context}{text}".encode()
+        except _FAILURES as e:
             rule = f"doc_to_text, doc_to_choice or doc_to_target fails ({describe(e)})"
             raise UserError(given, rule, "correct the task's file or its data") from e
     return out
@@ -74,11 +90,11 @@ class _Writer:
         if task.kind == "loglikelihood_rolling":
             text = _text(self._field(doc, task.target, lists=True))
             return Question([(None, text)], sizes=((len(re.split(r"\s+", text)),), (len(text.encode()),)))
-        before, question = self._before(doc, drawn), self._field(doc, task.text)
+        before, question = self._before(doc, drawn), self._question(doc)
         if task.kind == "loglikelihood":
             return Question([(before + _text(question), _text(self._field(doc, task.target, lists=True)))])
         choices, target = self._choices(doc), self._field(doc, task.target, lists=True)
-        if isinstance(question, int):
+        if self._by_choice:
             # Each choice is a context of its own, and the answer is what follows.
             pairs = [(before + choice, f"{task.target_delimiter}{target}") for choice in choices]
             target = question
@@ -112,9 +128,9 @@ class _Writer:
 
     def _example(self, doc: Doc) -> str:
         task = self.task
-        question, answer = self._field(doc, task.text), self._field(doc, task.target, lists=True)
+        question, answer = self._question(doc), self._field(doc, task.target, lists=True)
         choices = self._choices(doc) if task.choice else None
-        if isinstance(question, int) and choices is not None:
+        if self._by_choice and choices is not None:
             question, choices = choices[question], None
         if answer is None or answer == "":
             return _text(question)
@@ -123,6 +139,18 @@ class _Writer:
         elif isinstance(answer, list):
             answer = answer[0]
         return _text(question) + task.target_delimiter + _text(answer) + task.fewshot_delimiter
+
+    @cached_property
+    def _by_choice(self) -> bool:
+        """Whether questions are numbers of choices: of all documents or of none, by the first, as in lm-eval."""
+        return isinstance(self._field(self.task.docs[0], self.task.text), int)
+
+    def _question(self, doc: Doc) -> Any:
+        question = self._field(doc, self.task.text)
+        if isinstance(question, int) != self._by_choice:
+            kinds = ("no number", "one") if self._by_choice else ("a number", "none")
+            raise ValueError(f"the question {question!r} is {kinds[0]}, that of document 0 is {kinds[1]}")
+        return question
 
     def _choices(self, doc: Doc) -> list[str]:
         choice = self.task.choice

@@ -141,7 +141,9 @@ def open_data(
         datasets = Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1) if cfg.run.evaluates else None)
     else:
         datasets = _token_files(cfg, tokenizer, share)
-    if cfg.run.evaluates and datasets.valid is None:
+    # Tasks are enough to evaluate, but no checkpoint is the best by them.
+    needed = cfg.run.evaluates and (not cfg.run.eval_tasks or cfg.run.keep_best > 0)
+    if needed and datasets.valid is None:
         given = "no valid_data" if train_data is not None else f"--split {d.split}"
         raise UserError(
             f"--eval-every {cfg.run.eval_every} with {given}",

@@ -268,3 +268,11 @@ def test_the_best_need_steps_that_are_saved_and_evaluated() -> None:
             continue
         with pytest.raises(UserError, match=f"no step up to --train-steps {steps} but the last is both evaluated and"):
             Config(run=run, train=train)
+
+
+def test_options_that_parts_share_are_given_by_name() -> None:
+    """By position the options of parts would come first."""
+    made: list[Any] = [ModelConfig, OptimConfig]
+    for config in made:
+        with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+            config(1)

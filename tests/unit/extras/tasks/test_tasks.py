@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+import megalite
 from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.extras.tasks.in_loop import open_tasks
 from megalite.extras.tasks.read import read_task
 from megalite.extras.tasks.requests import Question, documents_of, metrics_of, questions
 from megalite.runtime.data.tokenizer import load_tokenizer
+from megalite.runtime.recover.member import Companion
+from megalite.runtime.recover.messages import Go, Turn
 
 DOCS = [
     {"q": "Two", "options": ["a", "bé"], "answer": 0, "label": "bé"},
@@ -60,6 +67,12 @@ def written(folder: Path, docs: list[dict[str, Any]] = DOCS, **changes: Any) -> 
         ({"num_fewshot": 3, "fewshot_split": "test"}, "num_fewshot 3 is more than the 3 documents of test"),
         ({"num_fewshot": 1, "fewshot_config": {"samples": []}}, "fewshot_config.samples is not supported"),
         ({"task": ...}, "has no name"),
+        ({"output_type": ["loglikelihood"]}, "output_type ['loglikelihood'] is not among multiple_choice"),
+        ({"test_split": ["test"]}, "its split ['test'] is no name; name one split"),
+        ({"metric_list": [{"metric": ["acc"]}]}, "metric ['acc'] is not among acc"),
+        ({"fewshot_config": ["first_n"]}, "fewshot_config ['first_n'] is no mapping of keys to values"),
+        ({"target_delimiter": None}, "target_delimiter None is no text; put it in quotes, or leave it out"),
+        ({"fewshot_delimiter": 1}, "fewshot_delimiter 1 is no text"),
     ],
     ids=lambda x: str(x)[:40],
 )
@@ -74,10 +87,14 @@ def test_functions_in_a_file_are_not_run(tmp_path: Path) -> None:
     (tmp_path / "task.yaml").write_text("task: x\nprocess_docs: !function utils.process_docs\n")
     with pytest.raises(UserError, match="'!function': Python functions of a task file are not run in training"):
         read_task(str(tmp_path / "task.yaml"), 0)
-    for text in ("[1", "- a"):
+    # The first is a template without quotes, the last a date that is none.
+    for text in ("doc_to_text: {{q}}", "task: !own x", "[1", "[" * 10_000, "metadata: {version: 2024-02-30}"):
         (tmp_path / "task.yaml").write_text(text)
-        with pytest.raises(UserError, match="is no YAML|is no mapping"):
+        with pytest.raises(UserError, match=r"is no YAML \(.*a template stands in quotes: '{{question}}'"):
             read_task(str(tmp_path / "task.yaml"), 0)
+    (tmp_path / "task.yaml").write_text("- a")
+    with pytest.raises(UserError, match="is no mapping"):
+        read_task(str(tmp_path / "task.yaml"), 0)
     with pytest.raises(UserError, match="none.yaml: cannot be read"):
         read_task(str(tmp_path / "none.yaml"), 0)
 
@@ -89,6 +106,16 @@ def test_data_may_be_a_list_or_compressed(tmp_path: Path) -> None:
     (tmp_path / "docs.jsonl.gz").write_bytes(gzip.compress((tmp_path / "docs.jsonl").read_bytes()))
     for name in ("docs.json", "docs.jsonl.gz"):
         assert read_task(written(tmp_path, dataset_kwargs={"data_files": {"test": str(tmp_path / name)}}), 0) == plain
+
+
+def test_damaged_data_are_told_in_a_line(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b'{"q": "a text"}\n' * 9))
+    packed[10] = 255  # a kind of block that there is not
+    for name, data in (("nested.json", b"[" * 100_000), ("damaged.jsonl.gz", bytes(packed))):
+        (tmp_path / name).write_bytes(data)
+        file = written(tmp_path, dataset_kwargs={"data_files": {"test": str(tmp_path / name)}})
+        with pytest.raises(UserError, match=f"its data file .*{name} is no JSON"):
+            read_task(file, 0)
 
 
 def pairs(tmp_path: Path, **changes: Any) -> list[Question]:
@@ -116,6 +143,63 @@ def test_questions_of_multiple_choice(tmp_path: Path) -> None:
         pairs(tmp_path, doc_to_text="{{nothing}}")
     with pytest.raises(UserError, match="task mine, document 0: .*SecurityError"):
         pairs(tmp_path, doc_to_text="{{q.__class__.__mro__}}")
+
+
+ENDLESS = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"doc_to_text": ENDLESS}, "RecursionError"),
+        ({"doc_to_text": "{{ q | regex_replace('(', '') }}"}, "unterminated subpattern"),
+        ({"doc_to_text": "{{q}}\ud83d"}, "UnicodeEncodeError"),
+        ({"doc_to_text": "{{q}}\ud83d", "output_type": "loglikelihood"}, "UnicodeEncodeError"),
+    ],
+)
+def test_texts_that_cannot_be_made_are_told_in_a_line(tmp_path: Path, changes: dict[str, Any], error: str) -> None:
+    # YAML has no halves of surrogate pairs, JSON has.
+    docs = [{**doc, "half": "\ud83d"} for doc in DOCS]
+    changes |= {"doc_to_text": str(changes["doc_to_text"]).replace("\ud83d", "{{half}}")}
+    task = read_task(written(tmp_path, docs, **changes, doc_to_target="label"), 0)
+    with pytest.raises(UserError, match=f"task mine, document 0: .* fails .*{error}"):
+        questions(task)
+
+
+def test_the_first_document_says_whether_questions_are_numbers_of_choices(tmp_path: Path) -> None:
+    text, number = {**DOCS[0], "q": "What is 1?"}, {**DOCS[0], "q": "1"}
+    shots = {"num_fewshot": 1, "fewshot_split": "test", "fewshot_config": {"sampler": "first_n"}}
+    for first, then, rule in (
+        (text, number, "the question 1 is a number, that of document 0 is none"),
+        (number, text, "the question 'What is 1.' is no number, that of document 0 is one"),
+    ):
+        task = {"doc_to_text": "{{q}}", "doc_to_target": "label"}
+        with pytest.raises(UserError, match=f"task mine, document 1: .*{rule}"):
+            questions(read_task(written(tmp_path, [first, then], **task), 0))
+        # An example too is what the first document says.
+        with pytest.raises(UserError, match=f"task mine, document 0: .*{rule}"):
+            questions(read_task(written(tmp_path, [first, then], **task, **shots), 0))
+
+
+def test_a_recovered_run_goes_on_without_tasks_that_are_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_len": 64, "device": "cpu"}
+    file = written(tmp_path)
+    cfg = megalite.configure(**options, mock_data=True, tokenizer="bytes", eval_tasks=[file])
+    ctx, companion = ParallelContext.create(Grid.of(1), torch.device("cpu")), Companion()
+    companion.turn = Turn(Go(round=1))
+    assert open_tasks(cfg, ctx, companion) is not None
+    (tmp_path / "docs.jsonl").unlink()
+    with pytest.raises(UserError, match="docs.jsonl cannot be read"):
+        open_tasks(cfg, ctx)
+    with caplog.at_level("WARNING", "megalite"):
+        assert open_tasks(cfg, ctx, companion) is None
+    (record,) = caplog.records
+    assert "the tasks cannot be read any more (--eval-tasks" in record.message
+    caplog.clear()
+    # What only saves needs none.
+    companion.turn = Turn(Go(round=1, gave_up="no spare rank is left"))
+    assert open_tasks(cfg, ctx, companion) is None
+    assert not caplog.records
 
 
 def test_examples_come_before_the_question(tmp_path: Path) -> None:
