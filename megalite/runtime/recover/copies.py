@@ -138,6 +138,8 @@ class Copies:
                 break
             problems += found
             self.restored, self.brought = None, 0
+            for flat in self._flats:
+                flat.zero_()  # a fresh start writes the masters alone
         self._guard.say(Loaded(self._number if self.restored else -1))
         return problems
 

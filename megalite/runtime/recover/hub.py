@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import signal
 import socket
 import time
 from collections import Counter
@@ -218,18 +219,34 @@ class Hub:
 
     def _give_up_waiting(self, number: int, last: bool = True) -> None:
         """Go on without a round's missing ranks, or end; not `last`: those that are lost may still be replaced."""
-        if number != self._round or self._ended or not (last or self._silent - self._lost):
+        if number != self._round or self._ended:
             return
-        if len(self._silent) == len(self._vacant) and not self._gave_up:
-            self._expected = self._patience = 0
-            if self._unit:  # what those have who say nothing is lost
-                self._reserves = [peer for peer in self._reserves if peer.held is not None]
+        met = len(self._silent) == len(self._vacant) and not self._gave_up
+        enough = met and self._unit and (not self._vacant or self._fitting())
+        if not (last or enough or self._silent - self._lost):
+            return
+        if met:
+            self._expected = 0
+            if last:
+                self._patience = 0
+            if self._unit:
+                self._drop_silent_reserves()
             self._go_if_all_are_dead()
             return
         why = f"ranks {sorted(self._silent)} could not be ended, or have never been met,"
         if self._vacant:
             why = f"the guards of ranks {sorted(self._vacant)} are gone, and no rank in reserve has come"
         self._end(1, f"{why} within {_GATHER_S:.0f} s", kill=True)
+
+    def _drop_silent_reserves(self) -> None:
+        """Go on without what those have who say nothing; should they wake up, they end."""
+        for peer in self._reserves:
+            if peer.held is None:
+                # It is in no list any more.
+                peer.link.heard = lambda _: None
+                # Launchers take a code for the run's error, and a signal for a loss.
+                peer.link.send(messages.End(-signal.SIGKILL, "", kill=True))
+        self._reserves = [peer for peer in self._reserves if peer.held is not None]
 
     def _ask_for_stand_ins(self) -> None:
         """Have those who keep the lost ranks' copies start guards for them, for a last save: nobody is in reserve."""
@@ -270,6 +287,9 @@ class Hub:
         # Where nobody has died, who lost a connection counts.
         ranks = sorted(self._broken.dead) or [self._broken.rank]
         for rank in ranks:
+            # Changes give lost hosts' ranks to others: which host it was is not in the number.
+            if self._unit and rank in self._gone:
+                continue
             at = (rank, common[0][1] if common else -1)
             self._deaths[at] += 1
             if self._deaths[at] == _DEATHS_AT_A_STEP:

@@ -9,7 +9,7 @@ import sys
 
 from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import env_int
-from megalite.runtime.base.child import signal_when_parent_dies
+from megalite.runtime.base.child import allow_many_files, signal_when_parent_dies
 from megalite.runtime.recover.guard import Guard
 from megalite.runtime.recover.processes import as_exit_code, die_first_without_memory
 
@@ -57,4 +57,5 @@ def main(command: list[str], parent: int, spares: int) -> None:
         signal_when_parent_dies(number)
         if os.getppid() != parent:
             sys.exit(as_exit_code(-number))
+    allow_many_files()  # with --elastic, all ranks borrow from it at once
     Guard(start, parent if launched else 0, reserve(spares), spares).serve()

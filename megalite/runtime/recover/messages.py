@@ -214,9 +214,10 @@ class StandIn(NamedTuple):
 
 
 class End(NamedTuple):
-    """The run ends with a code.
+    """The run ends with a code; or only for one in reserve, which was waited for in vain.
 
     Attributes:
+        code: a negative one is that of a signal.
         why: for the user; "" if the trainer says it.
         kill: whether the trainer is not asked to end by itself.
     """

@@ -13,6 +13,7 @@ import mmap
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TypeVar
 
@@ -35,6 +36,8 @@ from megalite.runtime.recover.messages import (
 )
 
 NUM_SLOTS = 3
+# Where no more files may be opened, who calls waits until another is closed; nothing says when that is.
+_FULL_S = 0.05
 # A guard that says nothing for so long, where it should, does not work any more.
 _SILENT_S = 30.0
 
@@ -121,12 +124,15 @@ class Keeper:
 
     def _accept(self) -> None:
         while True:
-            with contextlib.suppress(OSError):
+            try:
                 connection = self._server.accept()[0]
-                try:
-                    threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-                except RuntimeError:
-                    connection.close()  # this host has no thread left: a guard that called says so
+            except OSError:
+                time.sleep(_FULL_S)
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except RuntimeError:
+                connection.close()  # this host has no thread left: a guard that called says so
 
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError, BadFile), connection:
@@ -186,7 +192,7 @@ class Keeper:
         with self._reading((asked.layout, asked.rank), [asked.number]) as wanted:
             for copy, memory in wanted:
                 _send_line(connection, copy)
-                while isinstance(part := _read_line(stream), Range):
+                while isinstance(part := _read_line(stream), Range) and _is_in(copy, part):
                     connection.sendall(memory[part.at : part.at + part.bytes])
 
     @contextlib.contextmanager
@@ -339,6 +345,12 @@ def _connect(address: Address, hello: Keep | Fetch | Borrow) -> socket.socket:
     keep_alive(connection)
     _send_line(connection, hello)
     return connection
+
+
+def _is_in(copy: Commit, part: Range) -> bool:
+    """Whether a copy has these bytes; what another has sent may be anything that JSON can be."""
+    numbers = type(part.at) is int and type(part.bytes) is int
+    return numbers and 0 <= part.at <= part.at + part.bytes <= copy.bytes
 
 
 def _shut(connection: socket.socket) -> None:

@@ -88,7 +88,7 @@ def fork() -> bool:
     if os.fork():
         return False
     # The other ends are to notice when the parent is gone. Nothing that was opened there is used, or ever freed, here.
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
     signal_when_parent_dies(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

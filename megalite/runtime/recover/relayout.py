@@ -79,7 +79,7 @@ def borrow(go: Go, token: str, number: int) -> Iterator[list[Borrowed]]:
 
 @torch.no_grad()
 def load_borrowed(copies: Sequence[Borrowed], states: Sequence[StateTensor], first: int) -> tuple[dict[str, Any], int]:
-    """Fill the states of a rank from the copies of all ranks of another layout.
+    """Fill the states of a rank from the copies of all ranks of another layout; where it raises, with some of it.
 
     Args:
         copies: one of each rank.

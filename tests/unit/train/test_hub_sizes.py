@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -250,8 +251,78 @@ def test_who_waits_and_says_nothing_is_not_waited_for_without_end(made: list[Run
         guard.answers(1)
     assert [type(guard.told[-1]) for guard in run.guards] == [Break] * 5
     run.loop.timers[-1]()
-    assert [type(guard.told[-1]) for guard in run.guards] == [Go] * 4 + [Break]
+    assert [type(guard.told[-1]) for guard in run.guards] == [Go] * 4 + [End]
     assert [port for _, port in run.guards[0].go().lenders][5] == 2
+
+
+def test_who_was_waited_for_in_vain_ends_alone(made: list[Run]) -> None:
+    """When it hung up the hub looked for it among the ranks, and with the guard of rank 0 the run was gone."""
+    run = begin(made, 4, 1)
+    reserve = Guard(run.hub, 9, -1)
+    run.hub._break(1, "rank 1 died", died=True)
+    for guard in run.guards:
+        guard.answers(0)
+    run.loop.timers[-1]()
+    assert run.goes()[0].reserve == 0
+    reserve.heard(Killed(1, [], []))
+    reserve.heard(None)
+    assert reserve.told == [Break(0), End(-signal.SIGKILL, "", kill=True)]
+    run.copy(first_number(1))
+    run.lose(1)
+    assert [go.rank for go in run.goes().values()] == [0, 1, 2]
+
+
+def test_who_waits_and_says_nothing_stalls_no_round_that_misses_nobody(
+    made: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where hosts are waited for, it was waited for as long. They still are when they are missing."""
+    monkeypatch.setenv("MEGALITE_RESERVE_WAIT", "600")
+    run = begin(made, 4, 1, fewest=4)
+    reserve = Guard(run.hub, 9, -1)
+    run.hub._break(1, "rank 1 died", died=True)
+    for guard in run.guards:
+        guard.answers(0)
+    assert run.guards[0].told[-1] == Break(0)
+    run.hub._give_up_waiting(0, last=False)
+    assert {go.round for go in run.goes().values()} == {1}
+    assert isinstance(reserve.told[-1], End)
+    run.copy(first_number(1))
+    run.lose(1)
+    run.hub._give_up_waiting(1, last=False)
+    assert [guard.told[-1] for guard in run.guards] == [Break(1)] * 3
+    # One that comes back, but does not say that its trainer is gone, is a rank that is missing.
+    Guard(run.hub, 10, -1)
+    run.hub._give_up_waiting(1, last=False)
+    assert [guard.told[-1] for guard in run.guards] == [Break(1)] * 3
+
+
+def test_a_spare_rank_that_never_came_stalls_no_round_that_fewer_ranks_fit(
+    made: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGALITE_RESERVE_WAIT", "600")
+    run = begin(made, 4, 1, spares=1)
+    run.copy(1)
+    run.lose(1)
+    assert run.guards[0].told[-1] == Break(0)
+    run.hub._give_up_waiting(0, last=False)
+    assert {(go.world, go.round) for go in run.goes().values()} == {(3, 1)}
+
+
+def test_hosts_that_are_lost_one_after_the_other_are_no_rank_that_dies_at_every_attempt(made: list[Run]) -> None:
+    """Each was rank 1 when it went, as ranks are counted anew; processes of one rank still are such a rank."""
+    run = begin(made, 8, 1)
+    run.copy(1, 2)
+    for number in (1, 2, 3):
+        run.lose(number)
+        assert {(go.world, tuple(go.ranks), go.gave_up) for go in run.goes().values()} == {(8 - number, (1,), "")}
+        run.settle()
+    assert run.hub._recoveries == 3
+    for number in (3, 4, 5):
+        run.hub._break(1, "rank 1 died", died=True)
+        for guard in run.guards:
+            guard.answers(number)
+        run.settle()
+    assert run.guards[0].go().gave_up == "rank 1 has died 3 times at one step"
 
 
 def test_how_a_loss_is_told() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from megalite.runtime.recover import main
 from megalite.runtime.recover.connections import EventLoop
-from megalite.runtime.recover.messages import Commit, Fetch, encode
+from megalite.runtime.recover.messages import Borrow, Commit, Fetch, decode, encode
 from megalite.runtime.recover.offsite import Keeper, Sender, fetch, make_slots
 
 ROOM, USED = 1 << 20, 700_000
@@ -146,6 +150,70 @@ def test_a_stranger_is_hung_up_on_and_the_next_is_heard(monkeypatch: pytest.Monk
     ward = Ward(keeper)
     ward.send(1)
     assert not failed
+
+
+@pytest.mark.parametrize(
+    "words", ['"0", 5', "0, null", "0.0, 5", "true, 5", "-5, 5", "5, -5", f"{USED}, 1", f"0, {USED + 1}", f"{ROOM}, 0"]
+)
+def test_a_part_that_a_copy_does_not_have_is_hung_up_on(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is no number used to end a thread; others read beyond the copy, or nothing, without an answer."""
+    keeper, failed = Keeper("secret"), list[str]()
+    monkeypatch.setattr(threading, "excepthook", lambda args: failed.append(str(args.exc_value)))
+    commit = Commit(7, 3, 0, ROOM, USED, crc=0, run_id="x")
+    keeper.lend((0, 1), [commit], make_slots(ROOM))
+    with socket.create_connection(("127.0.0.1", keeper.port), timeout=10) as reader:
+        stream = reader.makefile("rb")
+        reader.sendall(encode(Borrow("secret", 0, 1, 7)) + b"\n")
+        assert decode(stream.readline()) == commit
+        reader.sendall(f'["Range", {USED - 5}, 5]\n["Range", {words}]\n'.encode())
+        assert stream.read() == bytes(5)
+    assert not failed
+
+
+@contextmanager
+def files_up_to(number: int) -> Iterator[int]:
+    """Limit the files that this process may open; also, the limit that it may set."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+    try:
+        yield hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_keeper_that_may_open_no_file_waits_and_serves_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to try again at once, and take a core from the ranks."""
+    keeper, rest, waited = Keeper("secret"), time.sleep, threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waited.set()
+        rest(seconds)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with socket.socket() as stranger:
+        stranger.settimeout(10)
+        with files_up_to(3):
+            stranger.connect(("127.0.0.1", keeper.port))
+            assert waited.wait(10)
+        stranger.sendall(b"5\n")
+        assert stranger.recv(1) == b""
+
+
+def test_a_guard_may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks borrow from one at once; the usual limit would end with some 500 of them."""
+    limits = list[int]()
+
+    class Guard:
+        def __init__(self, *_: Any) -> None:
+            limits.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+        def serve(self) -> None: ...
+
+    monkeypatch.setattr(main, "Guard", Guard)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with files_up_to(256) as most:
+        main.main([], 0, 0)
+    assert limits == [most]
 
 
 def no_more_threads(_: threading.Thread) -> None:

@@ -9,15 +9,19 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megalite.core.base.slices import Slice, flat_range
+from megalite.core.mesh.context import ParallelContext
 from megalite.core.sharding import StateTensor
 from megalite.runtime.base.untrusted import BadFile
 from megalite.runtime.recover.bit_sums import sums_of_bits
-from megalite.runtime.recover.messages import Commit
+from megalite.runtime.recover.copies import Copies
+from megalite.runtime.recover.messages import Commit, Go, Loaded, Turn
 from megalite.runtime.recover.offsite import Borrowed, Keeper, make_slots
 from megalite.runtime.recover.relayout import describe, load_borrowed, room
 
@@ -132,6 +136,22 @@ def test_one_flipped_bit(place: int) -> None:
                 load_borrowed(opened, states, 0)
         else:
             load_borrowed(opened, states, 0)
+
+
+def test_nothing_is_left_of_a_copy_that_is_damaged_further_on() -> None:
+    """A fresh start used to train with the moments that had come before the damage was seen."""
+    states, told = states_of(0, 1), list[Any]()
+    for state in states:
+        state.flat.zero_()
+    # In the second tensor, which comes after the first is loaded.
+    with copies(2, 1, damage=room(states_of(0, 2)[0].flat) + 4) as opened:
+        go = Go(numbers=[9], source=5, lenders=[copy._connection.getpeername()[:2] for copy in opened])
+        guard: Any = SimpleNamespace(turn=Turn(go=go, token="secret"), slots=[], say=told.append, round=1)
+        guard.keep = lambda slots: setattr(guard, "slots", slots)
+        kept = Copies(guard, states, elsewhere=True, elastic=True)
+        assert kept.load(ParallelContext.single()) == ["a copy of step 3 in the memory of another guard is damaged"]
+    assert (kept.restored, kept.brought, told) == (None, 0, [Loaded(-1)])
+    assert not [state.name for state in states if state.flat.count_nonzero()]
 
 
 def test_what_nobody_has_is_told() -> None:
