@@ -396,7 +396,10 @@ def at_end(fault: Fault) -> None:
     """Where all is done."""
     from megalite.runtime.watch.heartbeat import Heartbeat
 
-    before(Heartbeat, "_close_pipe", lambda _: fault.act())
+    closed: list[Heartbeat] = []
+    before(Heartbeat, "close", closed.append)
+    # Not where another watchdog is started in place of one that is gone.
+    before(Heartbeat, "_close_pipe", lambda heartbeat: fault.act() if heartbeat in closed else None)
 
 
 def before_commit(fault: Fault) -> None:
