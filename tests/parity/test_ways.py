@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from megalite.core.options.model import ModelConfig
-from megalite.core.options.update_rule import RULES
 from megalite.core.parts.families import FAMILIES
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.families import tiny
 from tests.parity.models import shallow
 from tests.rows import always_run
+from tests.update_rules import OWN_RULES
 from tests.workers import WorkerPool
 
 Figures = list[list[tuple[float, float]]]
@@ -124,7 +124,9 @@ MODELS = {
 }
 # Every rule on two kinds of models, in turn: each kind has two rules or more. AdamW trains every family.
 CASES = [
-    (rule, [*MODELS][(2 * i + j) % len(MODELS)]) for i, rule in enumerate(sorted({*RULES} - {"adamw"})) for j in (0, 1)
+    (rule, [*MODELS][(2 * i + j) % len(MODELS)])
+    for i, rule in enumerate(sorted({*OWN_RULES} - {"adamw"}))
+    for j in (0, 1)
 ]
 
 
@@ -138,7 +140,7 @@ def test_every_rule_without_sequence_parallelism(pool: WorkerPool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("lost", ["states", "scalars"])
-@pytest.mark.parametrize("rule", always_run(RULES, "lamb", "muon"))
+@pytest.mark.parametrize("rule", always_run(OWN_RULES, "lamb", "muon"))
 def test_what_a_resume_loses_shows(rule: str, lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the step after the next: the first moment, or how many steps there were."""
     from megalite.core.optim.optimizer import DistributedOptimizer

@@ -23,7 +23,6 @@ from megalite.core.build import build_engine
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.ops import Ops, delta_rule
-from megalite.core.options.update_rule import RULES
 from megalite.core.parts.context import blocks
 from megalite.core.parts.families import FAMILIES
 from megalite.core.parts.ffn.experts.routing import Router
@@ -36,6 +35,7 @@ from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.rows import always_run
 from tests.unit.extras.estimate.layouts import in_turn
+from tests.update_rules import OWN_RULES
 
 EXPERTS = {"num_experts": 8, "moe_topk": 3, "moe_ffn_size": 32}
 DELTA = {
@@ -154,7 +154,7 @@ def with_rule(cfg: Config, **optim: Any) -> Config:
 
 # Options of the optimizer, of training.
 UPDATES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    *(({"optimizer": rule}, {}) for rule in RULES),
+    *(({"optimizer": rule}, {}) for rule in OWN_RULES),
     ({"master_dtype": "bf16", "moments_dtype": "bf16"}, {"precision": "bf16"}),
     *(({}, {"compress": codec}) for codec in ("int8", "topk:0.1", "powersgd:2")),
     ({}, {"offload": "optimizer"}),

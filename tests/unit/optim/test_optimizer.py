@@ -14,9 +14,9 @@ from megalite.core.optim.make_buckets import make_buckets
 from megalite.core.optim.optimizer import DistributedOptimizer
 from megalite.core.optim.shares import Sharding
 from megalite.core.options.optim import OptimConfig
-from megalite.core.options.update_rule import RULES
 from megalite.core.sharding import Layout, ParamSpec, Shard, StateTensor
 from megalite.core.sharding.parameter import ShardedParameter
+from tests.update_rules import OWN_RULES
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
@@ -190,7 +190,7 @@ def test_scalars_carry_the_step_for_bias_correction() -> None:
     assert all(torch.equal(params[n], other_params[n]) for n in SHAPES)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", OWN_RULES)
 def test_steps_go_down(rule: str) -> None:
     """Whatever an optimizer computes: with a matrix as its own gradient, small steps make it shorter."""
     ctx, cfg = ParallelContext.single(), OptimConfig(optimizer=rule, weight_decay=0.0)
