@@ -19,8 +19,28 @@ from megalite.core.sums import Counter
 C_co = TypeVar("C_co", bound=StepConfig, covariant=True)
 
 
+class Forward:
+    """What runs forward: an `Engine`, or stages without an optimizer."""
+
+    ctx: ParallelContext
+    stages: dict[int, GPTStage]
+    executor: Executor
+    schedule: Schedule
+    unit_weights: UnitWeights
+
+    @property
+    def owns_losses(self) -> bool:
+        """Whether the losses of this rank count: those of the last stage that see the same tokens hold the same."""
+        return self.ctx.grid.is_first_except(self.ctx.rank, "pp", *self.ctx.grid.batch)
+
+    def schedule_of(self, num_microbatches: int) -> Schedule:
+        """Return the schedule of a step with this many micro-batches per data-parallel rank."""
+        s = self.schedule
+        return build_schedule(s.name, s.pp, s.vp, num_microbatches)
+
+
 @dataclass
-class Engine(Generic[C_co]):
+class Engine(Forward, Generic[C_co]):
     """All that one rank needs to run training steps.
 
     Attributes:
@@ -49,16 +69,6 @@ class Engine(Generic[C_co]):
     def has_last_stage(self) -> bool:
         """Whether this rank computes losses."""
         return any(stage.last for stage in self.stages.values())
-
-    @property
-    def owns_losses(self) -> bool:
-        """Whether the losses of this rank count: those of the last stage that see the same tokens hold the same."""
-        return self.ctx.grid.is_first_except(self.ctx.rank, "pp", *self.ctx.grid.batch)
-
-    def schedule_of(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of a step with this many micro-batches per data-parallel rank."""
-        s = self.schedule
-        return build_schedule(s.name, s.pp, s.vp, num_microbatches)
 
     def train_program(self, num_microbatches: int) -> Program:
         """Return this rank's operations in a step with this many micro-batches."""

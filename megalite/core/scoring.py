@@ -7,46 +7,27 @@ D documents, V columns of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megalite.core.batch import ForwardPass, MicroBatch
+from megalite.core.engine import Forward
 from megalite.core.mesh import collectives
-from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.context import Axis
 from megalite.core.microbatches import to_microbatches
-from megalite.core.model.gpt import GPTStage, LMHead
+from megalite.core.model.gpt import LMHead
 from megalite.core.ops.linear_cross_entropy import LinearCrossEntropy
-from megalite.core.pipeline.executor import Executor, forward_program
-from megalite.core.pipeline.schedule import Schedule
+from megalite.core.pipeline.executor import forward_program
 from megalite.core.rows import Rows
 
 CHUNK = 1024
 """Tokens whose logits exist at once where `--loss-chunk` does not say."""
-
-
-class Forward(Protocol):
-    """What runs forward: an `Engine`, or stages without an optimizer."""
-
-    @property
-    def ctx(self) -> ParallelContext: ...
-    @property
-    def stages(self) -> Mapping[int, GPTStage]: ...
-    @property
-    def executor(self) -> Executor: ...
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def unit_weights(self) -> Any: ...
-    @property
-    def owns_losses(self) -> bool: ...
-    def schedule_of(self, num_microbatches: int) -> Schedule: ...
 
 
 @dataclass(frozen=True)
@@ -62,13 +43,18 @@ class Scores:
     is_greedy: npt.NDArray[np.bool_]
 
 
-def microbatches_needed(forward: Forward, rows: int, size: int) -> int:
-    """Return how many micro-batches of `size` rows every data-parallel rank runs, so that all run as many."""
-    most, dp, pp = forward.schedule.num_microbatches, forward.ctx.dp.size, forward.ctx.pp.size
-    count = -(-rows // (dp * size))
+def rows_of_rank(forward: Forward, rows: Sequence[list[int]], size: int) -> list[list[int]]:
+    """Return the rows that this data-parallel rank scores, of the numbers of each row's documents.
+
+    All ranks have as many, whole micro-batches of `size` rows; the last ones may be empty.
+    """
+    most, dp, pp = forward.schedule.num_microbatches, forward.ctx.dp, forward.ctx.pp.size
+    count = -(-len(rows) // (dp.size * size))
     # An interleaved schedule takes micro-batches in groups.
-    last = count % most if forward.schedule.vp > 1 else 0
-    return count if not last else count - last + min(-(-last // pp) * pp, most)
+    if forward.schedule.vp > 1 and (last := count % most):
+        count += min(-(-last // pp) * pp, most) - last
+    mine = [*rows[dp.rank * count * size : (dp.rank + 1) * count * size]]
+    return mine + [[] for _ in range(count * size - len(mine))]
 
 
 @torch.no_grad()
@@ -84,8 +70,8 @@ def score_rows(
 
     Args:
         forward: the model; its weights must have arrived (`optimizer.wait_weights`).
-        rows: this data-parallel rank's rows; those with a target are the scored tokens. All ranks have as many, a
-            multiple of `size` that `microbatches_needed` gives.
+        rows: this data-parallel rank's rows; those with a target are the scored tokens. See
+            `rows_of_rank`.
         owners: [rows, S], number of the document that each scored token counts for; -1 elsewhere.
         documents: number D of documents of all ranks.
         size: rows of a micro-batch.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from tests.faults.harness import RUN
 from tests.faults.networks import networks, pids_in
 from tests.faults.zygote import Job, Left, Zygote
-from tests.ranks import reserve_port
+from tests.ranks import ROOT, reserve_port
 
 RECOVER = ["--recover", "host", "--spare-ranks"]
 
@@ -47,6 +48,25 @@ class Hosts:
             guard = job.pid(0)
             job.zygote.until(lambda guard=guard: len(os.listdir(f"/proc/{guard}/task")) > 1, 90)
         return jobs
+
+    @contextlib.contextmanager
+    def torchrun(self, folder: Path, flags: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+        """Start a rank on each of three hosts by torchrun, which write to said_HOST; power all off at the end."""
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        port, launchers = str(reserve_port()), []
+        for host, name in enumerate(self.names[:3]):
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "3"]
+            command += ["--node-rank", str(host), "--nproc-per-node", "1", "--master-addr", self.address]
+            command += ["--master-port", port, str(ROOT / "pretrain_gpt.py"), *flags]
+            with (folder / f"said_{host}").open("w") as log:
+                launchers.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+        try:
+            yield launchers
+        finally:
+            for host in (0, 1, 2):
+                self.power_off(host)
+            for launcher in launchers:
+                launcher.wait()
 
     def power_off(self, host: int) -> None:
         """Kill all processes of a host but the one that starts others for tests."""

@@ -6,10 +6,7 @@ Network namespaces stand for hosts. What is lost with one are all its processes,
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
 from tests.faults.harness import FOREVER, RUN, codes, committed, events, metrics, repeated, waits_at
 from tests.faults.zygote import Zygote, members_of
-from tests.ranks import ROOT, reserve_port
 
 pytestmark = pytest.mark.root
 
@@ -196,29 +192,17 @@ def test_fewer_than_the_minimum(hosts: Hosts, zygote: Zygote, tmp_path: Path) ->
 @pytest.mark.full
 def test_a_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """The store is in the first host's torchrun, which knows nothing of a number of ranks that changes."""
-    run, env = tmp_path / "run", os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    run = tmp_path / "run"
     flags = [*RUN, *FOREVER, *ELASTIC, "--recover", "host", "--run-dir", str(run)]
-    port, launchers = str(reserve_port()), []
-    for host, name in enumerate(hosts.names[:3]):
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "3"]
-        command += ["--node-rank", str(host), "--nproc-per-node", "1", "--master-addr", hosts.address]
-        command += ["--master-port", port, str(ROOT / "pretrain_gpt.py"), *flags]
-        with (tmp_path / f"said_{host}").open("w") as log:
-            launchers.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+    with hosts.torchrun(tmp_path, flags) as launchers:
 
-    def said(words: str) -> bool:
-        text = (tmp_path / "said_0").read_text()
-        assert launchers[0].poll() is None, text
-        return words in text
+        def said(words: str) -> bool:
+            text = (tmp_path / "said_0").read_text()
+            assert launchers[0].poll() is None, text
+            return words in text
 
-    try:
         zygote.until(lambda: said("step 5/"), 180)
         hosts.power_off(2)
         zygote.until(lambda: said("is lost (rank 2): dp 3 -> 2, 8 micro-batches as 4 4: back to step "), 120)
         back = events(run, "resize")[0]["step"]
         zygote.until(lambda: said(f"step {back + 3}/"), 120)
-    finally:
-        for host in (0, 1, 2):
-            hosts.power_off(host)
-        for launcher in launchers:
-            launcher.wait()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,6 @@ from tests.faults.harness import (
 )
 from tests.faults.harness import whole as whole
 from tests.faults.zygote import Zygote, members_of
-from tests.ranks import ROOT, reserve_port
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
 
@@ -127,35 +124,25 @@ def test_several_hosts_are_killed(hosts: Hosts, zygote: Zygote, tmp_path: Path) 
 
 def test_a_guard_is_killed_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """The store is in the first host's torchrun; the others do not notice that one of them has ended."""
-    run, env = tmp_path / "run", os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    run = tmp_path / "run"
     long = ["--train-steps", "1000000", "--lr-decay", "constant", "--run-dir", str(run), *RECOVER, "1"]
-    port, launchers = str(reserve_port()), []
-    for host, name in enumerate(hosts.names[:3]):
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "3"]
-        command += ["--node-rank", str(host), "--nproc-per-node", "1", "--master-addr", hosts.address]
-        command += ["--master-port", port, str(ROOT / "pretrain_gpt.py"), *RUN, *long]
-        with (tmp_path / f"said_{host}").open("w") as log:
-            launchers.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+    with hosts.torchrun(tmp_path, [*RUN, *long]) as launchers:
 
-    def said(words: str, host: int = 0) -> bool:
-        text = (tmp_path / f"said_{host}").read_text()
-        assert launchers[0].poll() is None, text
-        return words in text
+        def said(words: str, host: int = 0) -> bool:
+            text = (tmp_path / f"said_{host}").read_text()
+            assert launchers[0].poll() is None, text
+            return words in text
 
-    def guard_of(host: int) -> int:
-        return next((pid for pid in children(launchers[host].pid) if int(stat_of(pid)[1]) == launchers[host].pid), 0)
+        def guard_of(host: int) -> int:
+            return next(
+                (pid for pid in children(launchers[host].pid) if int(stat_of(pid)[1]) == launchers[host].pid), 0
+            )
 
-    def reserve_is_there() -> bool:
-        return guard_of(2) > 0 and len(os.listdir(f"/proc/{guard_of(2)}/task")) > 1
+        def reserve_is_there() -> bool:
+            return guard_of(2) > 0 and len(os.listdir(f"/proc/{guard_of(2)}/task")) > 1
 
-    try:
         zygote.until(lambda: said("step 3/") and reserve_is_there(), 180)
         os.kill(guard_of(1), signal.SIGKILL)
         zygote.until(lambda: said("rank 1 is gone with its host or its guard: back to step "), 120)
         back = events(run, "recovery")[0]["step"]
         zygote.until(lambda: said(f"step {back + 3}/"), 120)
-    finally:
-        for host in (0, 1, 2):
-            hosts.power_off(host)
-        for launcher in launchers:
-            launcher.wait()

@@ -59,17 +59,15 @@ def theirs(model: Any, docs: Documents) -> tuple[list[float], list[bool]]:
 def scored(
     rank: int, folder: str, docs: Documents, world: int, parallel: dict[str, Any], train: dict[str, Any], ended: bool
 ) -> tuple[list[float], list[bool]] | None:
-    from megalite.core.scoring import microbatches_needed, score_rows
+    from megalite.core.scoring import rows_of_rank, score_rows
 
     cfg = jobs.make_config(hf_model_config(folder), parallel, micro_batch_size=1, **train)
     (engine,) = jobs.engines([cfg], world)
     load_hf(folder, cfg.model, engine.optimizer.states(), engine.ctx)
     engine.optimizer.finish_load()
     engine.optimizer.wait_weights()
-    packs, dp = pack_scored(docs, cfg.model.seq_len), engine.ctx.dp
-    own = microbatches_needed(engine, len(packs), 1)
-    mine = packs[dp.rank * own : (dp.rank + 1) * own]
-    rows, owners = scored_rows(docs, mine + [[] for _ in range(own - len(mine))], cfg.model.seq_len)
+    packs = pack_scored(docs, cfg.model.seq_len)
+    rows, owners = scored_rows(docs, rows_of_rank(engine, packs, 1), cfg.model.seq_len)
     calls = iter([True, not ended or rank != world - 1, True, True, True, True])
     scores = score_rows(engine, rows, owners, len(docs), 1, lambda: next(calls))
     return None if scores is None else (scores.logprobs.tolist(), scores.is_greedy.tolist())

@@ -16,6 +16,7 @@ from megalite.core.base.dtypes import DTYPES
 from megalite.core.base.errors import UserError, require
 from megalite.core.batch import ForwardPass, MicroBatch
 from megalite.core.build import build_stages, resolve_ops
+from megalite.core.engine import Forward
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis, ParallelContext
 from megalite.core.model.gpt import GPTStage
@@ -25,9 +26,9 @@ from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.executor import Executor, forward_program
 from megalite.core.pipeline.p2p import Channel
-from megalite.core.pipeline.schedule import Schedule, build_schedule
+from megalite.core.pipeline.schedule import Schedule
 from megalite.core.rows import share_of
-from megalite.core.scoring import microbatches_needed, score_rows
+from megalite.core.scoring import rows_of_rank, score_rows
 from megalite.extras.inference.load import Weights
 from megalite.runtime.data.scored import Document, pack_scored, scored_rows
 from megalite.runtime.options.run import Config
@@ -179,9 +180,7 @@ class Scorer:
         packs = pack_scored(documents, length)
         size = min(self.cfg.train.micro_batch_size, -(-len(packs) // (ctx.dp.size * ctx.pp.size)))
         forward = _Forward(ctx, {self._index: self._stage}, self._executor(length, size, self._stage), self._schedule)
-        own = microbatches_needed(forward, len(packs), size) * size
-        mine = packs[ctx.dp.rank * own : (ctx.dp.rank + 1) * own]
-        rows, owners = scored_rows(documents, mine + [[] for _ in range(own - len(mine))], length)
+        rows, owners = scored_rows(documents, rows_of_rank(forward, packs, size), length)
         scores = score_rows(forward, rows, owners, len(documents), size)
         assert scores is not None
         return torch.tensor(np.stack((scores.logprobs, scores.is_greedy.astype(float))))
@@ -208,22 +207,14 @@ class Scorer:
 
 
 @dataclass(frozen=True)
-class _Forward:
-    """A stage without an optimizer, as `core.scoring.Forward` wants it."""
+class _Forward(Forward):
+    """A stage without an optimizer."""
 
     ctx: ParallelContext
     stages: dict[int, GPTStage]
     executor: Executor
     schedule: Schedule
     unit_weights: UnitWeights = field(default_factory=lambda: UnitWeights([], []))
-
-    @property
-    def owns_losses(self) -> bool:
-        return self.ctx.grid.is_first_except(self.ctx.rank, "pp", *self.ctx.grid.batch)
-
-    def schedule_of(self, num_microbatches: int) -> Schedule:
-        s = self.schedule
-        return build_schedule(s.name, s.pp, s.vp, num_microbatches)
 
 
 class _AnswerStage(torch.nn.Module):

@@ -223,13 +223,18 @@ def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats, template: ChatTemplat
             "chat_template_sha256": digest,
             "chat_template": template.served,
         }
+    return sidecar_of(tokenizer, stats.documents, stats.tokens, **chat_entries)
+
+
+def sidecar_of(tokenizer: Tokenizer, documents: int, tokens: int, **more: Any) -> dict[str, Any]:
+    """Return the contents of `PREFIX.json`, but for the checksums."""
     return {
         "tokenizer_kind": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_sha256": tokenizer.sha256,
         "eos_id": tokenizer.eos_id,
-        "documents": stats.documents,
-        "tokens": stats.tokens,
-        **chat_entries,
+        "documents": documents,
+        "tokens": tokens,
+        **more,
         "megalite_version": __version__,
     }

@@ -12,8 +12,8 @@ from contextlib import closing
 
 import numpy as np
 
-from megalite import __version__
 from megalite.core.base.errors import UserError
+from megalite.extras.prepare.preprocess import sidecar_of
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.data.sidecar import max_bytes
 from megalite.runtime.data.stream.opening import TextOptions, open_text
@@ -58,18 +58,8 @@ def preprocess_stream(word: str, tokenizer_path: str, out_prefix: str, options: 
         if len(json.dumps(pieces, indent=2)) > max_bytes(documents) // 2:
             rule = f"has {source.num_pieces} pieces of {documents} documents: more than {out_prefix}.json may hold"
             raise UserError(f"--input {word}", rule, "put more text into each file or row group")
-        writer.finalize(
-            {
-                "tokenizer_kind": tokenizer.kind,
-                "vocab_size": tokenizer.vocab_size,
-                "tokenizer_sha256": tokenizer.sha256,
-                "eos_id": tokenizer.eos_id,
-                "documents": documents,
-                "tokens": tokens,
-                "stream": {"text_bytes": source.tokens, "pieces": pieces},
-                "megalite_version": __version__,
-            }
-        )
+        stream = {"text_bytes": source.tokens, "pieces": pieces}
+        writer.finalize(sidecar_of(tokenizer, documents, tokens, stream=stream))
     return f"{documents} documents, {tokens} tokens (one end of text each), in {source.num_pieces} pieces"
 
 

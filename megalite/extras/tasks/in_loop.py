@@ -14,7 +14,7 @@ from megalite.core.base.log import logger
 from megalite.core.mesh import collectives
 from megalite.core.mesh.agree import agree, check_equal
 from megalite.core.mesh.context import ParallelContext
-from megalite.core.scoring import Scores, microbatches_needed, score_rows
+from megalite.core.scoring import Scores, rows_of_rank, score_rows
 from megalite.extras.tasks.read import Task, read_task
 from megalite.extras.tasks.requests import Document, Question, documents_of, metrics_of, questions
 from megalite.runtime.data.scored import pack_scored, scored_rows
@@ -67,15 +67,13 @@ class EvalTasks:
         """Score all documents with the weights as they are; None if a rank was asked to stop meanwhile."""
         engine = run.engine
         engine.optimizer.wait_weights()
-        size, seq_len, dp = engine.cfg.train.micro_batch_size, engine.cfg.model.seq_len, engine.ctx.dp
+        size, seq_len = engine.cfg.train.micro_batch_size, engine.cfg.model.seq_len
 
         def go_on() -> bool:
             run.heartbeat.beat("evaluation of tasks", run.step, OWN)
             return not run.stop_asked
 
-        own = microbatches_needed(engine, len(self.packs), size) * size
-        mine = self.packs[dp.rank * own : (dp.rank + 1) * own]
-        rows, owners = scored_rows(self.documents, mine + [[] for _ in range(own - len(mine))], seq_len)
+        rows, owners = scored_rows(self.documents, rows_of_rank(engine, self.packs, size), seq_len)
         return score_rows(engine, rows, owners, len(self.documents), size, go_on)
 
     def metrics(self, scores: Scores) -> dict[str, float]:

@@ -90,11 +90,12 @@ def check_text_options(cfg: Config) -> None:
     named = cfg.local_data.data, cfg.local_data.valid_data
     texts = [word for words in named for word in texts_of(words)]
     if not texts:
-        streams = any(map(stream_prefixes_of, named))
-        for section, names in (*_OF_TEXT.items(), *(() if streams else _OF_STREAMS.items())):
+        for section, names in (*_OF_TEXT.items(), *_OF_STREAMS.items()):
             options = getattr(cfg, section)
             for name in names:
                 if (value := getattr(options, name)) != getattr(type(options), name):
+                    if name in _OF_STREAMS.get(section, ()) and any(map(stream_prefixes_of, named)):
+                        continue
                     given = f"--{dashed(name)} {value}" if value is not True else f"--{dashed(name)}"
                     raise UserError(
                         given, "applies to text as data, and this run reads none", "drop it, or give --data FOLDER"

@@ -24,15 +24,15 @@ from megalite.core.engine import Engine
 from megalite.core.mesh import collectives
 from megalite.core.mesh.agree import agree
 from megalite.core.rows import Rows
-from megalite.core.scoring import microbatches_needed, score_rows
+from megalite.core.scoring import rows_of_rank, score_rows
 from megalite.runtime.data import BlendedDataset, Dataset, Datasets
 from megalite.runtime.data.pairs import PairDataset
 from megalite.runtime.options.run import Config
+from megalite.runtime.recover.bit_sums import sum_of_bits
 
 # Rows of all ranks that are in memory at a time.
 _ROWS = 4096
 _REMEDY = "restore the file, or begin the stage anew in another --run-dir"
-_BITS = {4: torch.int32, 2: torch.int16}
 
 
 def score_references(engine: Engine[Config], datasets: Datasets, recorded: Mapping[str, str] | None) -> dict[str, str]:
@@ -78,13 +78,13 @@ def digest_of_weights(engine: Engine[Config]) -> str:
     for state in engine.optimizer.states():
         if state.role == "master" and state.is_owner:
             for box in state.slices:
-                part = state.flat[box.at : box.at + box.numel]
-                bits = part.view(_BITS[part.element_size()]).sum(dtype=torch.int64)
+                bits = sum_of_bits(state.flat[box.at : box.at + box.numel])
                 sums[state.name] = sums.get(state.name, 0) + int(bits)
     total: dict[str, int] = {}
     for text in collectives.gather_texts(json.dumps(sums), engine.ctx.world, engine.ctx.device):
         for name, bits in json.loads(text).items():
-            total[name] = total.get(name, 0) + bits
+            # As each box's sum is: whatever the boxes.
+            total[name] = (total.get(name, 0) + bits) % 2**32
     return _sha256(json.dumps(total, sort_keys=True).encode())
 
 
@@ -131,18 +131,16 @@ def _stored(engine: Engine[Config], path: Path, documents: int, digest: str) -> 
 
 def _score(engine: Engine[Config], dataset: PairDataset) -> npt.NDArray[np.float64]:
     """Score all pairs with the weights as they are; NaN where a document is not used."""
-    ctx, size = engine.ctx, engine.cfg.train.micro_batch_size
+    size = engine.cfg.train.micro_batch_size
     packs, documents = dataset.packs(), dataset.indexed.num_documents
     logger.info(f"computing the reference's log-probabilities: {len(packs)} samples, {documents // 2} pairs")
     engine.optimizer.wait_weights()
     out = np.full(documents, np.nan)
     for first in range(0, len(packs), _ROWS):
         part = packs[first : first + _ROWS]
-        own = microbatches_needed(engine, len(part), size) * size
-        mine = part[ctx.dp.rank * own : (ctx.dp.rank + 1) * own]
-        mine += [[] for _ in range(own - len(mine))]
+        mine = rows_of_rank(engine, part, size)
         rows = Rows.stack([dataset.row(pairs) for pairs in mine])
-        numbers = np.zeros((own, dataset.seq_len + 1), np.int64)
+        numbers = np.zeros((len(mine), dataset.seq_len + 1), np.int64)
         for row, pairs in enumerate(mine):
             numbers[row, : 2 * len(pairs)] = [2 * pair + side for pair in pairs for side in (0, 1)]
         assert rows.owners is not None
