@@ -443,7 +443,7 @@ def test_a_large_download_ends_with_the_first_range_that_failed(
         begun.append(begin)
         if fails and begin == 0:
             raise StoreError(name, "tried 7 times")
-        if not alive.wait(5):
+        if not alive.wait(120):
             raise StoreError(name, "nobody has seen a sign of life")
         return b"x"
 
