@@ -335,6 +335,9 @@ def _beta1(_: str, written: str, beta: float, options: Mapping[str, Any]) -> flo
 
 def _recomputed_blocks(_: str, written: str, layers: int, options: Mapping[str, Any]) -> str:
     """Take as many blocks of each chunk of the pipeline as `--recompute-method block` does, which takes its first."""
+    if options["recompute"] == "none":
+        logger.info(f"{written}: has no effect without --recompute-granularity full, as in Megatron-LM")
+        return "none"
     if options["recompute"] != "full":
         raise UserError(written, "requires --recompute-granularity full", "give it, or drop this")
     if layers < 1:

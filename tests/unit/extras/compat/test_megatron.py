@@ -741,7 +741,8 @@ def test_recomputed_layers_in_their_words() -> None:
     selective = config("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
     assert selective.train.recompute == "selective"
     with pytest.raises(UserError, match="--recompute-num-layers 1: requires --recompute-granularity full"):
-        config("--recompute-method", "block", "--recompute-num-layers", "1")
+        config("--recompute", "selective", "--recompute-method", "block", "--recompute-num-layers", "1")
+    assert config("--recompute-method", "block", "--recompute-num-layers", "1").train.recompute == "none"
     assert config("--recompute-activations", "--recompute-num-layers", "1").train.recompute == "selective"
 
 
