@@ -68,7 +68,7 @@ def test_a_process_that_is_being_started_is_ended_too() -> None:
         )
         try:
             end_marked(mark)
-            assert started.wait(10) == -signal.SIGKILL
+            assert started.wait(120) == -signal.SIGKILL
         finally:
             started.kill()
 
@@ -88,7 +88,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) != 0
+    assert process.wait(120) != 0
     assert not alive(f"# {tmp_path}")
 
 

@@ -216,7 +216,7 @@ def test_a_file_and_a_flag_of_different_families(tmp_path: Path) -> None:
 def run_script(*argv: str) -> subprocess.CompletedProcess[str]:
     imports = "from megalite.runtime.options.cli import parse; from megalite.extras.tool import run_tool; "
     code = imports + "run_tool(lambda: parse() and None)"
-    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("argv", [["--tp", "two"], ["--nothing"], ["--tp", "3", "--num-heads", "4"]])
@@ -230,7 +230,7 @@ def test_as_a_program_a_mistake_is_one_line_and_exit_2(argv: list[str]) -> None:
 def test_importing_the_command_line_is_light() -> None:
     heavy = "{'torch', 'numpy', 'transformers'}"
     script = f"import megalite.runtime.options.cli, sys; print(*sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == ""
 
 

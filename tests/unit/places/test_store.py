@@ -100,7 +100,7 @@ def settle_tasks() -> None:
     gc.collect()
     done = threading.Event()
     store_module._open("s3", os.getpid()).loop.call_soon_threadsafe(done.set)
-    assert done.wait(60)
+    assert done.wait(120)
 
 
 @pytest.mark.full

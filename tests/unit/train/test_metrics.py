@@ -322,7 +322,7 @@ class _SlowToSpeak(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.reached.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(120)
         self.said.append(record.getMessage())
 
 
@@ -333,13 +333,13 @@ def test_the_end_of_a_run_waits_for_what_a_failing_tracker_has_to_say(console: p
     slow = _SlowToSpeak()
     logger.addHandler(slow)
     tracker = BackgroundTracker("broken", fails)
-    assert slow.reached.wait(30)
+    assert slow.reached.wait(120)
     closing = threading.Thread(target=tracker.close)
     closing.start()
     closing.join(0.2)
     still_closing = closing.is_alive()
     slow.go_on.set()
-    closing.join(30)
+    closing.join(120)
     logger.removeHandler(slow)
     assert still_closing, "close came back before the warning was out: a process that ends now would never show it"
     assert slow.said == ["broken stopped (OSError: no such server); the run and its metrics.jsonl continue"]
