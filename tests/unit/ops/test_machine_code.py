@@ -43,7 +43,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.parametrize("arch", always_run([80, 90, 100]))
 def test_every_triton_kernel_passes_the_gate(aot: ModuleType, arch: int) -> None:
+    """In every shape for Hopper; for the others, a kernel in the one that may take most registers."""
     cases = [case for case in aot.triton_cases() if arch in case.archs]
+    if arch != 90:
+        cases = list({case.kernel.__name__: case for case in sorted(cases, key=lambda c: c.limit.registers)}.values())
     assert len(cases) >= 20
     broken = [line for case in cases for line in aot.breaches(aot.compile_triton(case, arch), case.limit)]
     assert broken == []

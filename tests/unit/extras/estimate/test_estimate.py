@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ GIB = 2**30
 
 LLAMA_405B = (
     "--arch llama --num-layers 126 --hidden-size 16384 --num-heads 128 --num-kv-heads 8 --ffn-hidden-size 53248 "
-    "--vocab-size 128256 --seq-len 8192 --precision bf16 --recompute none --global-batch-size 2048 --tp 8 --pp 16 "
+    "--vocab-size 128256 --seq-len 8192 --precision bf16 --recompute none --global-batch-size 1024 --tp 8 --pp 16 "
     "--schedule 1f1b"
 )
 # 8 GB of weights on a rank, gathered over 32 hosts in 190 ms, and 380 ms of forward pass to hide that behind.
@@ -45,65 +46,74 @@ TINY = (
     "--arch gpt2 --num-layers 4 --hidden-size 64 --num-heads 4 --vocab-size 90 --seq-len 16 --precision bf16 "
     "--global-batch-size 16 --hidden-dropout 0.1 --attention-dropout 0.1 --bucket-size 5000 --vocab-divisible-by 8"
 )
+HYBRID = """--arch llama --num-layers 4 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 1024
+ --linear-attention-freq 2 --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 64
+ --linear-value-head-dim 64 --seq-len 8192 --precision bf16 --recompute full --micro-batch-size 2 --global-batch-size 2
+ --tp 2"""
+# Heads of the published size, 512 tokens of a sample on a rank.
+SHARED = """--arch llama --num-layers 3 --hidden-size 256 --num-heads 8 --ffn-hidden-size 512 --vocab-size 512
+ --linear-attention-freq 3 --linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128
+ --linear-value-head-dim 128 --seq-len 8192 --precision bf16 --global-batch-size 1 --cp 16
+ --num-kv-heads 2 --attention-output-gate --device cuda"""
+FP8 = """--world 1 --json --num-layers 2 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 512
+ --seq-len 128 --global-batch-size 1 --precision bf16 --fp8"""
 
 
 @dataclass
 class Runs:
-    """What the tool printed where Triton is not installed."""
+    """What the tool printed where Triton is not installed: of small models, of published sizes, and of options."""
 
     zero3: dict[str, Any]
     text: str
     refused: str
     layers: list[dict[str, Any]]
     picture: Path
-
-
-@dataclass
-class LargeRuns:
-    """The same of models of published sizes, and of options; and the memory of the process."""
-
     big: dict[str, Any]
     tp2: dict[str, Any]
     chunked: dict[str, Any]
     windows: list[dict[str, Any]]
     budgets: list[str]
+    deltas: list[dict[str, Any]]
+    fp8: list[dict[str, Any]]
+    named: dict[str, Any]
     process_bytes: int
 
 
 TINY_LLAMA = f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --attention-dropout 0"
+ASKED_OF_ALL = f"--rank 15 --world 16 --json {ZERO3} {TINY}"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    picture = tmp_path_factory.mktemp("estimate") / "memory.png"
-    asked = [
-        f"--rank 15 --world 16 --json {ZERO3} {TINY}",
-        f"--world 2 --tp 2 --png {picture} {TINY}",
-        f"--world 2 --rank 2 {TINY}",
-        *(f"{TINY_LLAMA} --num-layers {n}" for n in (1, 2)),
-    ]
-    zero3, text, refused, *layers, _ = _answers(asked)
-    return Runs(json.loads(zero3), text, refused, list(map(json.loads, layers)), picture)
-
-
-@pytest.fixture(scope="module")
-def large_runs() -> LargeRuns:
-    asked = [
-        f"--world 8192 --json {LLAMA_405B}",
-        f"--world 64 --json {LLAMA_8B}",
-        f"--world 1 --budget --json {TINY} --vocab-size 256 --global-batch-size 2 --loss-chunk 12",
-        *(f"{TINY_LLAMA} {words}" for words in WINDOWS),
-        *(f"--world 1 --budget {LARGE_BATCH} {model}" for model in BUDGETS),
-    ]
-    big, tp2, chunked, full, window, *budgets, memory = _answers(asked)
-    big, tp2, chunked, full, window = map(json.loads, (big, tp2, chunked, full, window))
-    return LargeRuns(big, tp2, chunked, [full, window], budgets, memory)
-
-
-def _answers(asked: list[str]) -> list[Any]:
+    """All in one process: it takes longer to start than most of them."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
-    return answers(asked, without=("triton",))
+    picture = tmp_path_factory.mktemp("estimate") / "memory.png"
+    pages = [
+        f"--world 2 --tp 2 --png {picture} {TINY}",
+        f"--world 2 --rank 2 {TINY}",
+        *(f"--world 1 --budget {LARGE_BATCH} {model}" for model in BUDGETS),
+    ]
+    groups = [
+        [ASKED_OF_ALL],
+        [f"{TINY_LLAMA} --num-layers {n}" for n in (1, 2)],
+        [f"--world 8192 --json {LLAMA_405B}"],
+        [f"--world 64 --json {LLAMA_8B}"],
+        [f"--world 1 --budget --json {TINY} --vocab-size 256 --global-batch-size 2 --loss-chunk 12"],
+        [f"{TINY_LLAMA} {words}" for words in WINDOWS],
+        [f"--world 2 --json {HYBRID}", f"--world 16 --json {SHARED}"],
+        [f"{FP8} {recipe}" for recipe in ("blockwise", "rowwise", "tensorwise")],
+        [f"--world 2 --json {TINY} --ops adamw=cuda"],
+    ]
+    *said, process_bytes = answers([*pages, *itertools.chain(*groups)], without=("triton",))
+    text, refused, *budgets = said[: len(pages)]
+    figures = map(json.loads, said[len(pages) :])
+    (zero3,), layers, (big,), (tp2,), (chunked,), windows, deltas, fp8, (named,) = (
+        list(itertools.islice(figures, len(group))) for group in groups
+    )
+    return Runs(
+        zero3, text, refused, layers, picture, big, tp2, chunked, windows, budgets, deltas, fp8, named, process_bytes
+    )
 
 
 def states(run: dict[str, Any]) -> int:
@@ -111,31 +121,17 @@ def states(run: dict[str, Any]) -> int:
     return sum(run["predicted_bytes"][part] for part in ("weights", "main_grad", "optimizer"))
 
 
-HYBRID = """--arch llama --num-layers 4 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 1024
- --linear-attention-freq 2 --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 64
- --linear-value-head-dim 64 --seq-len 8192 --precision bf16 --recompute full --micro-batch-size 2 --global-batch-size 2
- --tp 2"""
-
-
-# Heads of the published size, 512 tokens of a sample on a rank.
-SHARED = """--arch llama --num-layers 3 --hidden-size 256 --num-heads 8 --ffn-hidden-size 512 --vocab-size 512
- --linear-attention-freq 3 --linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128
- --linear-value-head-dim 128 --seq-len 8192 --precision bf16 --global-batch-size 1 --cp 16
- --num-kv-heads 2 --attention-output-gate --device cuda"""
-
-
 @pytest.mark.full
-def test_a_rank_with_delta_nets() -> None:
+def test_a_rank_with_delta_nets(runs: Runs) -> None:
     """The rule works in slices of its heads, and ranks of cp exchange states, which the plan knows."""
-    asked = [f"--world 2 --json {HYBRID}", f"--world 16 --json {SHARED}"]
-    for run in map(json.loads, answers(asked, without=("triton",))[:-1]):
+    for run in runs.deltas:
         assert 1 <= run["predicted_bytes"]["total"] / run["peak_bytes"] < 1.1
 
 
 @pytest.mark.full
-def test_a_rank_of_llama_405b(large_runs: LargeRuns) -> None:
-    run = large_runs.big
-    assert large_runs.process_bytes < GIB
+def test_a_rank_of_llama_405b(runs: Runs) -> None:
+    run = runs.big
+    assert runs.process_bytes < GIB
     # Of 8 layers and the embedding, tp 8: 3.45e9 parameters at 2 + 4 + 12 / 64 bytes, plus tables of rope.
     assert 0 <= run["states_bytes"] - states(run) < 2**21
     assert run["peak_bytes"] / GIB == pytest.approx(84.78, abs=0.01)
@@ -143,35 +139,29 @@ def test_a_rank_of_llama_405b(large_runs: LargeRuns) -> None:
     assert run["peak_during"] == "B0.0"
     assert run["peak_holders"]["activations"] / GIB == pytest.approx(63.87, abs=0.01)
     # 2 x 3 FLOPs per parameter of the matrices and token, and causal attention: 5.5 products of half of S x S.
-    tokens, layers, s = 32 * 8192, 8, 8192
+    tokens, layers, s = 16 * 8192, 8, 8192
     matrices = 6 * layers * (16384 * (16384 * 2 + 1024 * 2) + 3 * 16384 * 53248) / 8
     assert run["flops"] == pytest.approx(tokens * (matrices + layers * 7 * s * 16384 / 8), rel=1e-3)
     tp = run["collectives"]["tp"]
     # Each layer gathers twice and scatters twice in each direction, and gathers its inputs twice more in backward.
-    assert tp["all_gather"]["count"] == 32 * (8 * 6 + 1)
-    assert tp["reduce_scatter"]["count"] == 32 * (8 * 4 + 1)
-    assert tp["all_gather"]["bytes"] == 392 * GIB
-    assert run["collectives"]["pp"]["send"] == {"count": 32, "bytes": GIB, "exposed_s": 0.0}
+    assert tp["all_gather"]["count"] == 16 * (8 * 6 + 1)
+    assert tp["reduce_scatter"]["count"] == 16 * (8 * 4 + 1)
+    assert tp["all_gather"]["bytes"] == 196 * GIB
+    assert run["collectives"]["pp"]["send"] == {"count": 16, "bytes": GIB // 2, "exposed_s": 0.0}
     assert run["host_syncs"] == 1
 
 
 @pytest.mark.full
 def test_an_installed_triton_changes_nothing(runs: Runs) -> None:
     pytest.importorskip("triton")
-    asked = f"--rank 15 --world 16 --json {ZERO3} {TINY}"
-    with_triton, _ = answers([asked])
+    with_triton, _ = answers([ASKED_OF_ALL])
     assert json.loads(with_triton) == runs.zero3
     assert "triton: rmsnorm, layernorm" in runs.zero3["ops"]
 
 
 @pytest.mark.full
 def test_fp8_where_triton_is_not_installed(runs: Runs) -> None:
-    """`runs` for the compiler that it requires."""
-    sizes = "--world 1 --json --num-layers 2 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 512"
-    common = f"{sizes} --seq-len 128 --global-batch-size 1 --precision bf16 --fp8"
-    recipes = ("blockwise", "rowwise", "tensorwise")
-    *found, _ = answers([f"{common} {recipe}" for recipe in recipes], without=("triton",))
-    calls = [json.loads(answer)["calls"] for answer in found]
+    calls = [run["calls"] for run in runs.fp8]
     assert [run["forward"]["aten::_scaled_mm"] for run in calls] == [8, 8, 8]
     # Whole rows and tensors are cast after their maxima.
     assert ["megalite::triton_quantize" in run["forward"] for run in calls] == [True, False, False]
@@ -179,8 +169,7 @@ def test_fp8_where_triton_is_not_installed(runs: Runs) -> None:
 
 @pytest.mark.full
 def test_a_library_that_is_named_is_there(runs: Runs) -> None:
-    named, _ = answers([f"--world 2 --json {TINY} --ops adamw=cuda"], without=("triton",))
-    assert "cuda: adamw" in json.loads(named)["ops"]
+    assert "cuda: adamw" in runs.named["ops"]
     assert "adamw" not in runs.zero3["ops"].partition("cuda: ")[2]
 
 
@@ -226,8 +215,8 @@ def test_the_program_is_the_same_on_a_cpu(runs: Runs) -> None:
 
 
 @pytest.mark.full
-def test_gathering_weights_hides_behind_the_forward_pass(large_runs: LargeRuns) -> None:
-    gathers = large_runs.tp2["collectives"]["dp"]["all_gather"]
+def test_gathering_weights_hides_behind_the_forward_pass(runs: Runs) -> None:
+    gathers = runs.tp2["collectives"]["dp"]["all_gather"]
     assert gathers["bytes"] == pytest.approx(8.03e9, rel=1e-3)
     # With one hardware queue, gathers that were all posted at once would hold the first kernel up for 190 ms.
     assert gathers["exposed_s"] < 0.02
@@ -254,15 +243,15 @@ def test_what_a_layer_launches(runs: Runs) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", range(len(BUDGETS)), ids=BUDGETS)
-def test_computed_times_on_the_page(large_runs: LargeRuns, model: int) -> None:
-    table = large_runs.budgets[model].strip()
+def test_computed_times_on_the_page(runs: Runs, model: int) -> None:
+    table = runs.budgets[model].strip()
     assert table.startswith("| computed, not measured |")
     assert table in (ROOT / "docs" / "performance.md").read_text()
 
 
 @pytest.mark.full
-def test_a_window_takes_the_kernel_that_skips_what_is_not_seen(large_runs: LargeRuns) -> None:
-    full, window = large_runs.windows
+def test_a_window_takes_the_kernel_that_skips_what_is_not_seen(runs: Runs) -> None:
+    full, window = runs.windows
     # 16 micro-batches of one sample, 4 layers.
     assert window["calls"]["forward"]["torch_attn::_varlen_attn"] == 16 * 4
     assert window["calls"]["backward"]["torch_attn::_varlen_attn_backward"] == 16 * 4
@@ -277,11 +266,11 @@ def test_a_window_takes_the_kernel_that_skips_what_is_not_seen(large_runs: Large
 
 
 @pytest.mark.full
-def test_the_output_layer_in_chunks_of_tokens(large_runs: LargeRuns) -> None:
-    part = large_runs.chunked["output layer"]
+def test_the_output_layer_in_chunks_of_tokens(runs: Runs) -> None:
+    part = runs.chunked["output layer"]
     # Two micro-batches of 16 tokens in chunks of 12 and 4; 12 tokens x 256 rows are the FLOPs of 16 x 192 (q, k and v).
     assert (part["kernels"], part["flops"]) == (2 * 2 * 3, 2 * 3 * 2 * 16 * 64 * 256)
-    assert large_runs.chunked["products, forward"]["flops"] == 2 * 4 * 2 * 16 * 64 * (192 + 64 + 256 + 256)
+    assert runs.chunked["products, forward"]["flops"] == 2 * 4 * 2 * 16 * 64 * (192 + 64 + 256 + 256)
     assert part["seconds"]["h200"] > 0
 
 

@@ -58,10 +58,10 @@ sys.exit(max(abs(r.wait()) for r in ranks))
 class Run:
     """An agent over the stand-in; `clock`: the time of this file is the agent's."""
 
-    def __init__(self, *kinds: str, clock: Path | None = None, kill: bool = False) -> None:
+    def __init__(self, *kinds: str, clock: Path | None = None, kill: bool = False, grace_s: float = 60.0) -> None:
         start = f"import os, sys; sys.path.insert(0, {str(AGENT.parent)!r}); import agent; "
         # Short where only KILL helps; elsewhere a slow machine must not come to it.
-        start += f"agent.TERM_GRACE_S = {1.0 if kill or 'orphans' in kinds else 60.0}; "
+        start += f"agent.TERM_GRACE_S = {1.0 if 'orphans' in kinds else grace_s}; "
         start += "agent.HEARTBEAT_TIMEOUT_S = 600.0; " if clock is None else ""
         start += f"agent.time.monotonic = lambda: os.stat({str(clock)!r}).st_mtime; " if clock is not None else ""
         start += "sys.exit(agent.main())"
@@ -168,7 +168,7 @@ def test_end_of_input_ends_every_session(run: Run) -> None:
 @pytest.mark.parametrize("stopped", [False, True])
 def test_with_reserves_only_a_launcher_that_says_so_has_torchrun_told(stopped: bool) -> None:
     """A host whose connection broke had its ranks asked to stop, and with them those of all hosts."""
-    run = Run("saves", kill=True)
+    run = Run("saves", kill=True, grace_s=60.0 if stopped else 1.0)
     try:
         run.until("rank 0 ready")
         if stopped:
