@@ -360,7 +360,7 @@ def test_workers_that_all_finish_before_the_end_of_the_input_is_seen(
         def submit(self, number: int, chunk: Chunk) -> None:
             super().submit(number, chunk)
             if not self.idle:
-                assert all(worker.poll(60) for worker in self._busy)
+                assert all(worker.poll(120) for worker in self._busy)
 
     monkeypatch.setattr("megalite.extras.prepare.workers.Workers", Prompt)
     for name in "abcd":
@@ -481,7 +481,7 @@ def test_a_worker_killed_while_it_writes_is_noticed(tmp_path: Path) -> None:
     try:
         worker, process = pool.idle[-1], pool.processes[-1]
         pool.submit(0, chunk)
-        assert worker.poll(60), "it has begun to write, and the pipe holds less than all"
+        assert worker.poll(120), "it has begun to write, and the pipe holds less than all"
         process.kill()
         with pytest.raises(RuntimeError, match="a preprocessing worker ended unexpectedly"):
             list(pool.collect())
