@@ -69,7 +69,7 @@ SHARED: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]
 }
 SHARED_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "64-cp16": (64, 2, {**CUT, "cp": 16, "cp_comm": "ring", "schedule": "zb-h1"}, {}, {"seq_len": 64}),
-    "64-cp64-a2a+ring": (64, 1, {"cp": 64, "cp_comm": "a2a+ring"}, {"recompute": "selective"}, {"seq_len": 128}),
+    "32-cp32-a2a+ring": (32, 1, {"cp": 32, "cp_comm": "a2a+ring"}, {"recompute": "selective"}, {"seq_len": 64}),
     "64-cp32-a2a+gather": (64, 2, {"pp": 2, "cp": 32, "cp_comm": "a2a+gather"}, {}, {"seq_len": 64}),
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24, "moe_aux_loss_coeff": 0.01}

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +65,30 @@ MUTANTS = {
 }
 
 
+Check = Callable[[str, bool], tuple[dict[str, int], int, list[str]]]
+
+
 @pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
+def check() -> Iterator[Check]:
+    """Faults, operations and streams of a case or a mutant, on its last rank or its first, from one process for all."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
-    names = [*CASES, *MUTANTS]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *names], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
+    command, pipe = [sys.executable, "-c", PROGRAM], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, cwd=ROOT) as process:
+
+        def ask(name: str, last: bool) -> Any:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps([name, last]) + "\n")
+            return json.loads(process.stdout.readline())
+
+        yield ask
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
-def test_memory_is_used_in_order(results: dict[str, Any], name: str) -> None:
-    faults, operations, streams = results[name]
+def test_memory_is_used_in_order(check: Check, name: str) -> None:
+    faults, operations, streams = check(name, [*CASES].index(name) % 2 == 0)
     assert faults == {}
     assert operations > 400
     assert len(set(streams) - {HOST, "upload"}) >= CASES[name]
@@ -85,8 +96,8 @@ def test_memory_is_used_in_order(results: dict[str, Any], name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", MUTANTS)
-def test_what_does_not_wait_is_found(results: dict[str, Any], name: str) -> None:
-    faults = results[name][0]
+def test_what_does_not_wait_is_found(check: Check, name: str) -> None:
+    faults, *_ = check(name, [*MUTANTS].index(name) % 2 == 1)
     assert any(MUTANTS[name] in fault for fault in faults), faults
 
 
@@ -105,8 +116,8 @@ RUN = (
 
 
 @pytest.mark.full
-def test_the_command_lists_faults_and_ends_with_1(results: dict[str, Any]) -> None:
-    """`results` for the compiler that it requires."""
+def test_the_command_lists_faults_and_ends_with_1(check: Check) -> None:
+    """`check` for the compiler that it requires."""
     flags = f"--streams --rank 1 --world 2 --zero 3 --zero-whole-below 0 {RUN}".split()
     done = subprocess.run([sys.executable, "-c", COMMAND, *flags], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1, done.stderr
