@@ -41,6 +41,7 @@ def main() -> int:
             made = remake(text, VERBS, hide)
             if args.write or out:
                 (path if out is None else out / path.name).write_text(made)
+                print(name, flush=True)
             elif made != text:
                 differs = True
                 words = (text.splitlines(True), made.splitlines(True), f"{name}: committed", f"{name}: now")

@@ -7,13 +7,14 @@ import importlib
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import NamedTuple, NoReturn
+
+from tests.ranks import reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT_S = 300.0
@@ -74,7 +75,7 @@ def call(program: str, *words: str, ranks: int = 1) -> Output:
     """
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        port = _free_port() if ranks > 1 else 0
+        port = reserve_port() if ranks > 1 else 0
         for rank in range(ranks):
             for name in ("out", "err"):
                 (place / f"{name}_{rank}").touch()
@@ -138,9 +139,3 @@ def _wait(children: list[int]) -> list[int]:
             os.killpg(pid, signal.SIGKILL)
             codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return [codes[pid] for pid in children]
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])

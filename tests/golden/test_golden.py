@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -25,20 +25,30 @@ SLOW = "runs"
 
 
 @pytest.fixture(scope="module")
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("golden")
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """A transcript as it is now; one process makes them one after the other, and who asks waits for his own."""
+    out, finished = tmp_path_factory.mktemp("golden"), set[str]()
     names = [name for name in transcripts() if name != SLOW or request.config.getoption("--full")]
     command = [sys.executable, "-m", "tests.golden", *names, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+
+        def read(name: str) -> str:
+            assert process.stdout is not None
+            while name not in finished:
+                line = process.stdout.readline()
+                assert line, f"it ended after {finished}"
+                finished.add(line.strip())
+            return (out / f"{name}.txt").read_text()
+
+        yield read
+        process.kill()
 
 
 @pytest.mark.parametrize("name", always_run(transcripts(), *transcripts().keys() - {SLOW}))
-def test_what_users_see_is_as_committed(made: Path, name: str) -> None:
+def test_what_users_see_is_as_committed(made: Callable[[str], str], name: str) -> None:
     if name in OF_ARGPARSE and sys.version_info[:2] != PYTHON:
         pytest.skip(f"written with Python {PYTHON[0]}.{PYTHON[1]}")
-    assert (made / f"{name}.txt").read_text() == transcripts()[name].read_text()
+    assert made(name) == transcripts()[name].read_text()
 
 
 def test_a_traceback_is_no_answer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import signal
@@ -68,7 +69,7 @@ def test_a_process_that_is_being_started_is_ended_too() -> None:
         )
         try:
             end_marked(mark)
-            assert started.wait(10) == -signal.SIGKILL
+            assert started.wait(120) == -signal.SIGKILL
         finally:
             started.kill()
 
@@ -88,7 +89,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) != 0
+    assert process.wait(120) != 0
     assert not alive(f"# {tmp_path}")
 
 
@@ -106,11 +107,15 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[
 
 @pytest.mark.full
 def test_every_row_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for most models and slices of the kernels' contract; a second call adds to the first."""
-    skipped = ["model: *", "kernels: *"]
+    """But for most models and slices of the kernels' contract, and what differs from others by the sizes that a CPU
+    does not have; a second call adds to the first.
+    """
+    skipped = ["model: *", "kernels: *", "step: Llama-3-8B, * layers", "step: Llama-3-8B, * layers, FP8 blockwise"]
+    skipped += ["*: Qwen3-30B-A3B, 4 layers", "products: 8b", "experts: 128", "attention: 32 heads of 128"]
     code, found = main(tmp_path, monkeypatch, "--skip", *skipped)
     assert code == 0, found
-    assert set(found) == {row.name for row in gpu_rows.ROWS if not row.name.startswith(("model: ", "kernels: "))}
+    left_out = {name for pattern in skipped for name in fnmatch.filter((row.name for row in gpu_rows.ROWS), pattern)}
+    assert set(found) == {row.name for row in gpu_rows.ROWS} - left_out
     figures = {"step": "tokens_per_s", "products": "qkv_forward_tflops", "experts": "torch_wgrad_tflops"}
     figures |= {"attention": "math_backward_tflops", "plain torch": "tokens_per_s", "ops": "copy_gb_per_s"}
     for name, row in found.items():
@@ -165,23 +170,34 @@ def test_layouts_for_all_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "outcome"),
-    [
-        ("signal.signal(2, signal.SIG_IGN); time.sleep(600)", "cut off after 5 s"),
-        ("raise SystemExit(3)", "failed with exit code 3"),
-    ],
+    ("end", "seconds", "outcome"),
+    [("time.sleep(600)", 0.5, "cut off after 0 s"), ("raise SystemExit(3)", 300.0, "failed with exit code 3")],
 )
-def test_what_a_part_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, outcome: str) -> None:
+def test_what_a_part_measured_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, seconds: float, outcome: str
+) -> None:
     """And its ranks end with it, which have sessions of their own."""
+    log = tmp_path / "log"
+
+    class Measured(subprocess.Popen[bytes]):
+        """Its time begins when it has measured, however long a busy machine takes to start it."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            while "measured" not in log.read_text() and self.poll() is None:
+                time.sleep(0.01)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(gpus.subprocess, "Popen", Measured)
     monkeypatch.setattr(gpus, "_KILL_AFTER_S", 0.5)
     script = (
         "import os, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "with open(os.environ['MEGALITE_ROWS'], 'a') as out: out.write('{\"ms\": 1.5}\\n{\"ms\": 2')\n"
         f"child = 'import time; time.sleep(600)  # {tmp_path}'\n"
         "subprocess.Popen([sys.executable, '-c', child], start_new_session=True)\n"
         f"print('measured', flush=True)\n{end}\n"
     )
-    part = gpus.run_part("step", ("-c", script), 5.0, "cpu", tmp_path / "log", dict(os.environ))
+    part = gpus.run_part("step", ("-c", script), seconds, "cpu", log, dict(os.environ))
     assert part["outcome"] == outcome
     assert part["rows"] == [{"ms": 1.5}]
     assert part["last_line"] == "measured"

@@ -39,7 +39,7 @@ def commands(folder: Path, *arguments: str, name: str = "small_model.sh") -> lis
     log.write_text("")
     script = ["bash", str(ROOT / "examples" / name), *arguments]
     environment = {**os.environ, "VIRTUAL_ENV": str(folder / "venv")}
-    done = subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return [command.split("\n") for command in log.read_text().split("\n\n") if command]
 
@@ -90,7 +90,7 @@ def test_mistakes_are_found_before_anything_is_made(tmp_path: Path, given: str, 
     (tmp_path / "a.txt").write_text("text")
     script = ["bash", str(ROOT / "examples" / "small_model.sh"), "--out", "o", *given.split()]
     environment = {**os.environ, "VIRTUAL_ENV": str(tmp_path / "venv")}
-    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert message in done.stderr
     assert not (tmp_path / "o").exists()

@@ -18,7 +18,6 @@ from tests.unit.checkpoint.jobs import assert_same, load_and_save, train_and_sav
 from tests.workers import WorkerPool
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
     "ep2-tp2": (4, {"ep": 2, "tp": 2}),
     "ep4-tp2-whole": (4, {"ep": 4, "tp": 2, "etp": "1"}),
     "ep2-pp2-zero3": (4, {"ep": 2, "pp": 2, "zero": 3, "zero_whole_below": 500}),

@@ -85,7 +85,7 @@ def test_every_family_is_tested() -> None:
 LAYOUT = {"tp": 2, "pp": 2}
 # One of each sort of names and packings.
 ALWAYS = ("llama", "gpt2", "gemma3", "bloom", "deepseek_v3", "qwen3_next", "gpt_oss")
-EXPERTS = [(case, {"ep": 2, "tp": 2}) for case in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")]
+EXPERTS = [(case, {"ep": 2, "tp": 2}) for case in ("mixtral", "qwen2_moe")]
 ROWS = [*((case, LAYOUT) for case in CASES), *EXPERTS]
 
 

@@ -24,6 +24,8 @@ import torch
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.slices import Slice
+from megalite.extras.convert.hf import export_hf
+from megalite.extras.view.command import inspect
 from megalite.runtime.base.child import readable
 from megalite.runtime.checkpoint import reader as reader_module
 from megalite.runtime.checkpoint.manifest import (
@@ -134,16 +136,16 @@ def scatter(folder: Path, shards: int) -> None:
 
 
 @pytest.mark.full
-def test_a_run_and_its_tools_take_600_shards(tmp_path: Path) -> None:
-    """In processes that may open 256 files: the run goes on, bit for bit, and the tools read and export it."""
+@pytest.mark.usefixtures("few_files")
+def test_a_run_and_its_tools_take_600_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where 256 files may be opened: the run goes on, bit for bit, and the tools read and export it."""
 
-    def run(*words: str) -> str:
+    def run(*words: str) -> None:
         command = ["bash", "-c", 'ulimit -n 256 && exec "$@"', "-", sys.executable, *words]
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
         assert done.returncode == 0, done.stderr
-        return done.stdout
 
     flags = ["pretrain_gpt.py", *MODEL, "--lr-decay-steps", "2", "--run-dir"]
     run(*flags, str(tmp_path / "whole"), "--train-steps", "1")
@@ -155,9 +157,10 @@ def test_a_run_and_its_tools_take_600_shards(tmp_path: Path) -> None:
         last = tmp_path / name / "checkpoints" / "step_00000002"
         masters.append({file.name: file.read_bytes() for file in last.glob("*.safetensors")})
     assert masters[0] == masters[1]
-    first = str(tmp_path / "cut" / "checkpoints" / "step_00000001")
-    assert "600" in run("-m", "megalite", "inspect", first, "--verify")
-    run("-m", "megalite", "convert", "export", "--checkpoint", first, "--out", str(tmp_path / "hf"))
+    first = tmp_path / "cut" / "checkpoints" / "step_00000001"
+    inspect([str(first), "--verify"])
+    assert "600" in capsys.readouterr().out
+    export_hf(first, tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 

@@ -15,13 +15,11 @@ from tests.workers import WorkerPool
 
 Layout = dict[str, int]
 TP2_PP2: Layout = {"tp": 2, "pp": 2}
-# (saved in, loaded in): every axis changes, grows and shrinks, alone and together.
+# (saved in, loaded in): every axis changes, grows and shrinks, alone and together; further ones are those of tied
+# embeddings and of modules below, and the composer draws more.
 PAIRS: list[tuple[Layout, Layout]] = [
     (TP2_PP2, {"pp": 4}),
-    (TP2_PP2, {}),
-    (TP2_PP2, {"pp": 2, "vp": 2, "dp": 2}),
     ({"dp": 4}, {"tp": 4}),
-    ({"dp": 4}, {"dp": 4, "zero": 0}),
     ({"pp": 2, "vp": 2}, {"tp": 2, "dp": 2}),
     ({"tp": 2, "dp": 2, "zero": 0}, {"pp": 2, "dp": 2}),
 ]
@@ -69,7 +67,7 @@ def test_there_and_back(pool: WorkerPool, saved: Any, tmp_path: Path, pair: tupl
         assert rank["read"] == rank["loaded"] == rank["needed"]
 
 
-@pytest.mark.parametrize("b", [{}, {"pp": 4}, {"tp": 2, "dp": 2}], ids=name_of)
+@pytest.mark.parametrize("b", [{}, {"pp": 4}], ids=name_of)
 def test_tied_embedding_is_stored_once(pool: WorkerPool, saved: Any, tmp_path: Path, b: Layout) -> None:
     origin = saved("gpt2", TP2_PP2)
     names = whole_tensors(Path(origin["path"])).keys()

@@ -122,7 +122,7 @@ def _work_while_others_meet(rank: int) -> tuple[bool, str]:
 
     def work() -> None:
         if rank == 1:
-            assert met.wait(60)
+            assert met.wait(120)
             raise UserError("work", "is over", "")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -40,7 +40,7 @@ def test_a_limited_corpus_fills_its_limit_with_whole_texts(tmp_path: Path, max_m
 
 def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples/corpus.py"), "--out", "c.jsonl", "--max-mb", "0.5"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (0, "")
     manifest = json.loads((tmp_path / "c.jsonl.manifest.json").read_text())
     assert f"c.jsonl: {manifest['texts']} texts, " in result.stdout

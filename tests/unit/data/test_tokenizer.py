@@ -237,7 +237,7 @@ def test_a_missing_library_is_named_with_its_extra(bpe_files: dict[str, Path]) -
         "run_tool(lambda: load_tokenizer(sys.argv[1]))"
     )
     command = [sys.executable, "-c", program, str(bpe_files["tiktoken"])]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert "error: Python package tiktoken" in result.stderr
     assert "pip install tiktoken (or pip install 'megalite[data]')" in result.stderr

@@ -244,7 +244,7 @@ def test_sigkill_before_any_rename_or_removal_leaves_the_old_data_or_nothing(tmp
     (tmp_path / "d.json").write_text("{}")
     (tmp_path / "d.mask.bin").write_bytes(bytes(5))
     command = [sys.executable, "-c", KILLED_AT_THE_NTH_FILE_CHANGE, str(prefix), str(completed)]
-    code = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60).returncode
+    code = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120).returncode
     steps = 7  # remove old .idx, .json and .mask.bin; rename .bin, .mask.bin, .json, .idx
     assert code == (-signal.SIGKILL if completed < steps else 0)
     if completed == 0:

@@ -158,7 +158,7 @@ def test_a_group_that_takes_long_is_named_with_stacks(
 
     def slow(ranks: list[int], group_desc: str, **options: Any) -> dist.ProcessGroup:
         if group_desc == "pp":
-            assert said.wait(60)
+            assert said.wait(120)
         return new_group(ranks, group_desc=group_desc, **options)
 
     def dump_traceback(**options: Any) -> None:

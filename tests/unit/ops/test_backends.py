@@ -78,7 +78,7 @@ def test_the_clamped_gate_at_its_limits(ops: Ops, device: str, dtype: torch.dtyp
     assert torch.equal(got == 0, want == 0)
 
 
-@pytest.mark.parametrize("width", [8192, 12288, 16384])
+@pytest.mark.parametrize("width", [12288, 16384])
 def test_norms_of_wide_rows(ops: Ops, device: str, width: int) -> None:
     """GPT-3 175B has 12288 columns, Llama 3 405B 16384: kernels may cut such a row into parts."""
     g = torch.Generator().manual_seed(0)

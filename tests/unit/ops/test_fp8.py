@@ -266,15 +266,13 @@ for rows, columns, inner in ((144, 272, 384), (5, 16, 256)):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", ["TRITON", "FUSED", "PRODUCT"])
-def test_triton_kernels_in_the_interpreter(script: str) -> None:
+def test_triton_kernels_in_the_interpreter() -> None:
     """The kernel of `quantize`; norms and activations that write codes too, bit for bit as two kernels; the product."""
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", globals()[script]], env=environment, cwd=root, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", TRITON + FUSED + PRODUCT]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -15,8 +15,6 @@ from types import ModuleType
 
 import pytest
 
-from tests.rows import always_run
-
 pytest.importorskip("triton", reason="triton is not installed (its cuobjdump reads the machine code)")
 
 ROOT = Path(__file__).parents[3]
@@ -41,10 +39,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("arch", always_run([80, 90, 100]))
-def test_every_triton_kernel_passes_the_gate(aot: ModuleType, arch: int) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize(("arch", "part"), [(80, 0), (90, 0), (90, 1), (100, 0)])
+def test_every_triton_kernel_passes_the_gate(aot: ModuleType, arch: int, part: int) -> None:
+    """In every shape for Hopper; for the others, a kernel in the one that may take most registers."""
     cases = [case for case in aot.triton_cases() if arch in case.archs]
+    if arch != 90:
+        cases = list({case.kernel.__name__: case for case in sorted(cases, key=lambda c: c.limit.registers)}.values())
     assert len(cases) >= 20
+    cases = cases[part::2] if arch == 90 else cases
     broken = [line for case in cases for line in aot.breaches(aot.compile_triton(case, arch), case.limit)]
     assert broken == []
 

@@ -240,7 +240,7 @@ def _run_on_threads(schedule) -> dict[int, str]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=120)
     if errors:
         raise next((e for e in errors if not isinstance(e, Deadlocked)), errors[0])
     return gradients

@@ -58,7 +58,7 @@ def test_patience_ends(s3: S3, proxy: BreakingProxy) -> None:
         with pytest.raises(StoreError, match=r"tried \d+ times?"):
             Store(s3.url("p"), patience=patience).write("a", b"1")
         tried = proxy.faults[0].happened - before
-        assert (tried == 1) if patience == 0 else (tried > 2)
+        assert (tried == 1) if patience == 0 else (tried > 1)
 
 
 class Hasty:
@@ -100,7 +100,7 @@ def settle_tasks() -> None:
     gc.collect()
     done = threading.Event()
     store_module._open("s3", os.getpid()).loop.call_soon_threadsafe(done.set)
-    assert done.wait(60)
+    assert done.wait(120)
 
 
 @pytest.mark.full

@@ -237,7 +237,7 @@ def test_threads_draw_the_same_bits(monkeypatch: pytest.MonkeyPatch, local_ranks
     expected = Shard(spec).initial(3)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
-    together = threading.Barrier(threads, timeout=20)
+    together = threading.Barrier(threads, timeout=120)
     draw = module.philox
 
     def philox(*key: int | str) -> Any:

@@ -32,7 +32,7 @@ def late(rank: int) -> tuple[tuple[str, bool], tuple[str, bool]]:
         store.set("flight/asked", "")
         work.wait()
         # gloo's thread notes the end after it has woken this one.
-        after, deadline = ask(end), time.monotonic() + 30
+        after, deadline = ask(end), time.monotonic() + 120
         while after[0] and time.monotonic() < deadline:
             after = ask(end)
         return before, after

@@ -57,7 +57,7 @@ class Guard:
         return [number for number, _ in dict(self.held.answer(0).kept).get(rank, [])]
 
     def until(self, condition: Callable[..., object]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline
             self.loop.after(0.01, lambda: None)

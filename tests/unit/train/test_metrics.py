@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -19,7 +20,7 @@ import textwrap
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,39 +116,40 @@ def test_a_line_cut_off_by_a_crash_swallows_nothing(tmp_path: Path, console: pyt
     assert "line 2 is broken and skipped" in console.text
 
 
-@pytest.fixture
-def room() -> Iterator[Callable[[int], None]]:
-    """Limits the size that files of this process may have: writes beyond it fail as on a full disk."""
+@contextlib.contextmanager
+def room(size: int) -> Iterator[None]:
+    """Limit the size that files of this process may have: writes beyond it fail as on a full disk.
+
+    Within a test: pytest may write to a file what has come of it.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_lines_wait_for_room_on_the_disk(
-    tmp_path: Path, console: pytest.LogCaptureFixture, room: Callable[[int], None]
-) -> None:
+def test_lines_wait_for_room_on_the_disk(tmp_path: Path, console: pytest.LogCaptureFixture) -> None:
     metrics = make(tmp_path)
     metrics.step({"step": 1, "loss": 4.0})
     # The next line fits in part.
-    room(len(lines(tmp_path)[0]) + 8)
-    metrics.step({"step": 2, "loss": 3.0})
-    metrics.event("save", step=2)
+    with room(len(lines(tmp_path)[0]) + 8):
+        metrics.step({"step": 2, "loss": 3.0})
+        metrics.event("save", step=2)
     assert console.text.count("lines are kept in memory; free some space") == 1
-    room(resource.RLIM_INFINITY)
     metrics.step({"step": 3, "loss": 2.0})
     metrics.close()
     records = [json.loads(line) for line in lines(tmp_path)]
     assert [(r.get("event"), r["step"]) for r in records] == [(None, 1), (None, 2), ("save", 2), (None, 3)]
 
 
-def test_lines_that_never_found_room_are_told(
-    tmp_path: Path, console: pytest.LogCaptureFixture, room: Callable[[int], None]
-) -> None:
+def test_lines_that_never_found_room_are_told(tmp_path: Path, console: pytest.LogCaptureFixture) -> None:
     metrics = make(tmp_path)
-    room(0)
-    metrics.step({"step": 1, "loss": 4.0})
-    metrics.step({"step": 2, "loss": 3.0})
-    metrics.close()
+    with room(0):
+        metrics.step({"step": 1, "loss": 4.0})
+        metrics.step({"step": 2, "loss": 3.0})
+        metrics.close()
     assert "the last 2 lines could not be written and are lost" in console.text
 
 
@@ -322,7 +324,7 @@ class _SlowToSpeak(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.reached.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(120)
         self.said.append(record.getMessage())
 
 
@@ -333,13 +335,13 @@ def test_the_end_of_a_run_waits_for_what_a_failing_tracker_has_to_say(console: p
     slow = _SlowToSpeak()
     logger.addHandler(slow)
     tracker = BackgroundTracker("broken", fails)
-    assert slow.reached.wait(30)
+    assert slow.reached.wait(120)
     closing = threading.Thread(target=tracker.close)
     closing.start()
     closing.join(0.2)
     still_closing = closing.is_alive()
     slow.go_on.set()
-    closing.join(30)
+    closing.join(120)
     logger.removeHandler(slow)
     assert still_closing, "close came back before the warning was out: a process that ends now would never show it"
     assert slow.said == ["broken stopped (OSError: no such server); the run and its metrics.jsonl continue"]

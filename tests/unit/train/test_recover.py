@@ -183,7 +183,7 @@ class Rank:
         raise Left(code)
 
     def until(self, condition: Callable[..., bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline
             self.guard._loop.after(0.01, lambda: None)

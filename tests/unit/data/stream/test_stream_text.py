@@ -209,9 +209,9 @@ def test_workers_of_several_ranks_make_different_pieces(small: None, tmp_path: P
         workers = workers_module.Workers(1, ByteTokenizer())
         with locked(path.with_name(f".lock_{path.name[:2]}")):
             waiting = workers.order(source.recipe, order, 0)
-            workers.order(source.recipe, following, 0).result(60)
+            workers.order(source.recipe, following, 0).result(120)
             assert not waiting.done()
-        waiting.result(60)
+        waiting.result(120)
         assert path.exists()
         workers.close()
     assert pieces > 2

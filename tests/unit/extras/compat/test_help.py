@@ -68,6 +68,6 @@ def test_tables_name_options_in_their_groups() -> None:
 def test_the_help_of_the_script_needs_no_torch() -> None:
     code = "import runpy, sys; sys.modules.update(torch=None, numpy=None); sys.argv = ['', '--help', 'all']; "
     code += "runpy.run_path('pretrain_gpt.py', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert "tp" in sections(done.stdout)["parallel"]

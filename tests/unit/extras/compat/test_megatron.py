@@ -284,8 +284,6 @@ def test_batch_size_schedule_in_tokens() -> None:
         ("--kv-lora-rank 32 --mscale-all-dim 0.7", "--mscale-all-dim 0.7: is not an option here: YaRN is one option"),
         ("--lr-warmup-fraction nan", "must be between 0 and 1"),
         ("--load", "--load: takes one value"),
-        ("--bf16 --fp16", "--fp16: --bf16 conflicts with it; keep one of the two"),
-        ("--swiglu --activation gelu", "--activation gelu: --swiglu conflicts with it"),
         ("--zero-stage 4", "--zero-stage 4: must be one of 0, 1, 2, 3"),
         ("--lr-decay-style steep", f"must be one of {', '.join(LR_DECAYS)}"),
         (

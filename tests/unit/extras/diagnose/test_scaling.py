@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megalite.core.base.errors import UserError
 from megalite.extras.diagnose.scaling import efficiencies, main
-from tests.ranks import ROOT
 
 TINY = [
     *["--device", "cpu", "--mock-data", "--seq-len", "32", "--hidden-size", "32", "--num-heads", "4"],
@@ -32,10 +29,8 @@ def test_efficiency_is_relative_to_the_fewest_ranks() -> None:
 
 
 @pytest.mark.full
-def test_weak_and_strong_runs(tmp_path: Path) -> None:
-    tool = [sys.executable, str(ROOT / "tools/scaling.py"), "--ranks", "2,1", "--steps", "6", "--warmup", "1"]
-    done = subprocess.run([*tool, "--out", str(tmp_path), "--", *TINY], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_weak_and_strong_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--ranks", "2,1", "--steps", "6", "--warmup", "1", "--out", str(tmp_path), "--", *TINY])
     points = json.loads((tmp_path / "scaling.json").read_text())
     assert [(p["mode"], p["ranks"], p["global_batch_size"]) for p in points] == [
         ("strong", 1, 8),
@@ -55,7 +50,7 @@ def test_weak_and_strong_runs(tmp_path: Path) -> None:
         assert len(list((folder / "logs").glob("rank_*.log"))) == p["ranks"]
         alone = next(q for q in points if q["mode"] == p["mode"] and q["ranks"] == 1)
         assert p["efficiency"] == pytest.approx(p["tokens_per_s"] / p["ranks"] / alone["tokens_per_s"])
-    assert (tmp_path / "scaling.txt").read_text() in done.stdout
+    assert (tmp_path / "scaling.txt").read_text() in capsys.readouterr().out
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,7 +1,7 @@
 """Checks streams and memory of several layouts in one process, without pytest, which may have imported torch too early.
 
-To be imported after `guard.install_guard`. Arguments: names of cases and mutants.
-Output: a line for each, [faults by description, number of operations, streams], as JSON.
+To be imported after `guard.install_guard`. Standard input: a line of JSON for each check, [name of a case or a mutant,
+whether on the last rank]. Output: a line for each, [faults by description, number of operations, streams].
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def check(name: str, last: bool) -> tuple[Mapping[str, int], int, list[str]]:
 
 
 def main() -> None:
-    for i, name in enumerate(sys.argv[1:]):
+    for line in sys.stdin:
+        name, last = json.loads(line)
         case, change = MUTANTS.get(name, (name, None))
         with nullcontext() if change is None else mock.patch.object(*change):
-            print(json.dumps(check(case, i % 2 == 0)), flush=True)
+            print(json.dumps(check(case, last)), flush=True)

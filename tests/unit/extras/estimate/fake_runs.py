@@ -1,7 +1,7 @@
 """Runs `megalite estimate` several times in one process, without pytest, which may have imported torch too early.
 
-Standard input: a JSON list of its arguments a line. Output: for each line what it printed, or its error; at the end the
-memory of the process. Its own arguments: packages that it is to do without.
+Standard input: a JSON list of its arguments a line. Output: a line of JSON for each, what it printed, or its error, and
+the memory of the process. Its own arguments: packages that it is to do without.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,31 @@ from megalite.extras.estimate import command
 ROOT = Path(__file__).resolve().parents[4]
 
 
-def answers(asked: Sequence[str], without: Sequence[str] = ()) -> list[Any]:
-    """What the tool answers to several command lines, and the memory of its process, which lacks some packages."""
-    lines = "".join(json.dumps(words.split()) + "\n" for words in asked)
-    program = [sys.executable, "-m", "tests.unit.extras.estimate.fake_runs", *without]
-    done = subprocess.run(program, input=lines, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+class Tool:
+    """The tool in a process of its own, which lacks some packages and runs each command line once.
+
+    Attributes:
+        peak: memory of the process, bytes.
+    """
+
+    def __init__(self, *without: str) -> None:
+        command = [sys.executable, "-m", "tests.unit.extras.estimate.fake_runs", *without]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, cwd=ROOT)
+        self.peak, self._said = 0, dict[str, str]()
+
+    def says(self, words: str) -> str:
+        """What it answers to a command line."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        if words not in self._said:
+            self.process.stdin.write(json.dumps(words.split()) + "\n")
+            self._said[words], self.peak = json.loads(self.process.stdout.readline())
+        return self._said[words]
+
+    def figures(self, words: str) -> Any:
+        """The same as JSON."""
+        return json.loads(self.says(f"--json {words}"))
 
 
 def main() -> None:
@@ -38,14 +55,15 @@ def main() -> None:
         try:
             with contextlib.redirect_stdout(printed):
                 command.main(json.loads(line))
-            print(json.dumps(printed.getvalue()))
+            said = printed.getvalue()
         except UserError as e:
-            print(json.dumps(f"error: {e}"))
-    import torch
+            said = f"error: {e}"
+        # After the command, which imports torch in its own way.
+        import torch
 
-    from megalite.runtime.record.step_record import peak_memory
+        from megalite.runtime.record.step_record import peak_memory
 
-    print(peak_memory(torch.device("cpu")))
+        print(json.dumps([said, peak_memory(torch.device("cpu"))]), flush=True)
 
 
 if __name__ == "__main__":

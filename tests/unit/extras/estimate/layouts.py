@@ -56,7 +56,7 @@ MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "uneven-vp2": (6, 4, {"pp": 2, "vp": 2, "schedule": "interleaved"}, {}),
 }
 LARGE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
-    "64-interleaved": (64, 16, {"tp": 4, "pp": 4, "vp": 2}, {"global_batch_size": 16}),
+    "64-interleaved": (64, 8, {"tp": 4, "pp": 4, "vp": 2}, {"global_batch_size": 16}),
     "64-zb-v-zero3": (64, 16, {"tp": 2, "pp": 8, "vp": 2, "schedule": "zb-v", **WHOLE_3}, {"global_batch_size": 32}),
 }
 # (world, layers, layout, training options, model): a rank of a group holds the head and the tail of every sample.
@@ -68,9 +68,8 @@ SHARED: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]
     "cp8-a2a+gather": (16, 4, {"cp": 8, "tp": 2, "cp_comm": "a2a+gather"}, {}, {"seq_len": 32}),
 }
 SHARED_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "64-cp16": (64, 4, {**CUT, "cp": 16, "cp_comm": "ring", "schedule": "zb-h1"}, {}, {"seq_len": 64}),
-    "64-cp64-gather": (64, 1, {"cp": 64, "cp_comm": "gather", **WHOLE_3}, {}, {"seq_len": 128}),
-    "64-cp64-a2a+ring": (64, 1, {"cp": 64, "cp_comm": "a2a+ring"}, {"recompute": "selective"}, {"seq_len": 128}),
+    "64-cp16": (64, 2, {**CUT, "cp": 16, "cp_comm": "ring", "schedule": "zb-h1"}, {}, {"seq_len": 64}),
+    "32-cp32-a2a+ring": (32, 1, {"cp": 32, "cp_comm": "a2a+ring"}, {"recompute": "selective"}, {"seq_len": 64}),
     "64-cp32-a2a+gather": (64, 2, {"pp": 2, "cp": 32, "cp_comm": "a2a+gather"}, {}, {"seq_len": 64}),
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24, "moe_aux_loss_coeff": 0.01}

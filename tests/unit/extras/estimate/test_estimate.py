@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,14 @@ from megalite.extras.estimate.rank import run_step
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options import cli
-from tests.unit.extras.estimate.fake_runs import answers
+from tests.unit.extras.estimate.fake_runs import Tool
 
 ROOT = Path(__file__).resolve().parents[4]
 GIB = 2**30
 
 LLAMA_405B = (
     "--arch llama --num-layers 126 --hidden-size 16384 --num-heads 128 --num-kv-heads 8 --ffn-hidden-size 53248 "
-    "--vocab-size 128256 --seq-len 8192 --precision bf16 --recompute none --global-batch-size 2048 --tp 8 --pp 16 "
+    "--vocab-size 128256 --seq-len 8192 --precision bf16 --recompute none --global-batch-size 1024 --tp 8 --pp 16 "
     "--schedule 1f1b"
 )
 # 8 GB of weights on a rank, gathered over 32 hosts in 190 ms, and 380 ms of forward pass to hide that behind.
@@ -40,70 +39,35 @@ LLAMA_8B = (
 ZERO3 = "--tp 2 --pp 2 --zero 3 --zero-whole-below 0 --schedule zb-h1"
 BUDGETS = ("--preset llama-3.2-1b", "--preset llama-3-8b --num-layers 4")
 LARGE_BATCH = "--precision bf16 --recompute none --seq-len 4096 --micro-batch-size 4 --global-batch-size 8"
-WINDOWS = ("", "--window 5")
 TINY = (
     "--arch gpt2 --num-layers 4 --hidden-size 64 --num-heads 4 --vocab-size 90 --seq-len 16 --precision bf16 "
     "--global-batch-size 16 --hidden-dropout 0.1 --attention-dropout 0.1 --bucket-size 5000 --vocab-divisible-by 8"
 )
+HYBRID = """--arch llama --num-layers 4 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 1024
+ --linear-attention-freq 2 --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 64
+ --linear-value-head-dim 64 --seq-len 8192 --precision bf16 --recompute full --micro-batch-size 2 --global-batch-size 2
+ --tp 2"""
+# Heads of the published size, 512 tokens of a sample on a rank.
+SHARED = """--arch llama --num-layers 3 --hidden-size 256 --num-heads 8 --ffn-hidden-size 512 --vocab-size 512
+ --linear-attention-freq 3 --linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128
+ --linear-value-head-dim 128 --seq-len 8192 --precision bf16 --global-batch-size 1 --cp 16
+ --num-kv-heads 2 --attention-output-gate --device cuda"""
+FP8 = """--world 1 --num-layers 2 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 512
+ --seq-len 128 --global-batch-size 1 --precision bf16 --fp8"""
 
 
-@dataclass
-class Runs:
-    """What the tool printed where Triton is not installed."""
-
-    zero3: dict[str, Any]
-    text: str
-    refused: str
-    layers: list[dict[str, Any]]
-    picture: Path
-
-
-@dataclass
-class LargeRuns:
-    """The same of models of published sizes, and of options; and the memory of the process."""
-
-    big: dict[str, Any]
-    tp2: dict[str, Any]
-    chunked: dict[str, Any]
-    windows: list[dict[str, Any]]
-    budgets: list[str]
-    process_bytes: int
-
-
-TINY_LLAMA = f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --attention-dropout 0"
+TINY_LLAMA = f"--world 1 {TINY} --arch llama --hidden-dropout 0 --attention-dropout 0"
+SHARDED = f"--rank 15 --world 16 {ZERO3} {TINY}"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    picture = tmp_path_factory.mktemp("estimate") / "memory.png"
-    asked = [
-        f"--rank 15 --world 16 --json {ZERO3} {TINY}",
-        f"--world 2 --tp 2 --png {picture} {TINY}",
-        f"--world 2 --rank 2 {TINY}",
-        *(f"{TINY_LLAMA} --num-layers {n}" for n in (1, 2)),
-    ]
-    zero3, text, refused, *layers, _ = _answers(asked)
-    return Runs(json.loads(zero3), text, refused, list(map(json.loads, layers)), picture)
-
-
-@pytest.fixture(scope="module")
-def large_runs() -> LargeRuns:
-    asked = [
-        f"--world 8192 --json {LLAMA_405B}",
-        f"--world 64 --json {LLAMA_8B}",
-        f"--world 1 --budget --json {TINY} --vocab-size 256 --global-batch-size 2 --loss-chunk 12",
-        *(f"{TINY_LLAMA} {words}" for words in WINDOWS),
-        *(f"--world 1 --budget {LARGE_BATCH} {model}" for model in BUDGETS),
-    ]
-    big, tp2, chunked, full, window, *budgets, memory = _answers(asked)
-    big, tp2, chunked, full, window = map(json.loads, (big, tp2, chunked, full, window))
-    return LargeRuns(big, tp2, chunked, [full, window], budgets, memory)
-
-
-def _answers(asked: list[str]) -> list[Any]:
+def tool() -> Iterator[Tool]:
+    """Where Triton is not installed."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
-    return answers(asked, without=("triton",))
+    made = Tool("triton")
+    with made.process:
+        yield made
 
 
 def states(run: dict[str, Any]) -> int:
@@ -111,31 +75,17 @@ def states(run: dict[str, Any]) -> int:
     return sum(run["predicted_bytes"][part] for part in ("weights", "main_grad", "optimizer"))
 
 
-HYBRID = """--arch llama --num-layers 4 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 1024
- --linear-attention-freq 2 --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 64
- --linear-value-head-dim 64 --seq-len 8192 --precision bf16 --recompute full --micro-batch-size 2 --global-batch-size 2
- --tp 2"""
-
-
-# Heads of the published size, 512 tokens of a sample on a rank.
-SHARED = """--arch llama --num-layers 3 --hidden-size 256 --num-heads 8 --ffn-hidden-size 512 --vocab-size 512
- --linear-attention-freq 3 --linear-num-key-heads 16 --linear-num-value-heads 32 --linear-key-head-dim 128
- --linear-value-head-dim 128 --seq-len 8192 --precision bf16 --global-batch-size 1 --cp 16
- --num-kv-heads 2 --attention-output-gate --device cuda"""
-
-
 @pytest.mark.full
-def test_a_rank_with_delta_nets() -> None:
+def test_a_rank_with_delta_nets(tool: Tool) -> None:
     """The rule works in slices of its heads, and ranks of cp exchange states, which the plan knows."""
-    asked = [f"--world 2 --json {HYBRID}", f"--world 16 --json {SHARED}"]
-    for run in map(json.loads, answers(asked, without=("triton",))[:-1]):
+    for run in (tool.figures(f"--world 2 {HYBRID}"), tool.figures(f"--world 16 {SHARED}")):
         assert 1 <= run["predicted_bytes"]["total"] / run["peak_bytes"] < 1.1
 
 
 @pytest.mark.full
-def test_a_rank_of_llama_405b(large_runs: LargeRuns) -> None:
-    run = large_runs.big
-    assert large_runs.process_bytes < GIB
+def test_a_rank_of_llama_405b(tool: Tool) -> None:
+    run = tool.figures(f"--world 8192 {LLAMA_405B}")
+    assert tool.peak < GIB
     # Of 8 layers and the embedding, tp 8: 3.45e9 parameters at 2 + 4 + 12 / 64 bytes, plus tables of rope.
     assert 0 <= run["states_bytes"] - states(run) < 2**21
     assert run["peak_bytes"] / GIB == pytest.approx(84.78, abs=0.01)
@@ -143,45 +93,39 @@ def test_a_rank_of_llama_405b(large_runs: LargeRuns) -> None:
     assert run["peak_during"] == "B0.0"
     assert run["peak_holders"]["activations"] / GIB == pytest.approx(63.87, abs=0.01)
     # 2 x 3 FLOPs per parameter of the matrices and token, and causal attention: 5.5 products of half of S x S.
-    tokens, layers, s = 32 * 8192, 8, 8192
+    tokens, layers, s = 16 * 8192, 8, 8192
     matrices = 6 * layers * (16384 * (16384 * 2 + 1024 * 2) + 3 * 16384 * 53248) / 8
     assert run["flops"] == pytest.approx(tokens * (matrices + layers * 7 * s * 16384 / 8), rel=1e-3)
     tp = run["collectives"]["tp"]
     # Each layer gathers twice and scatters twice in each direction, and gathers its inputs twice more in backward.
-    assert tp["all_gather"]["count"] == 32 * (8 * 6 + 1)
-    assert tp["reduce_scatter"]["count"] == 32 * (8 * 4 + 1)
-    assert tp["all_gather"]["bytes"] == 392 * GIB
-    assert run["collectives"]["pp"]["send"] == {"count": 32, "bytes": GIB, "exposed_s": 0.0}
+    assert tp["all_gather"]["count"] == 16 * (8 * 6 + 1)
+    assert tp["reduce_scatter"]["count"] == 16 * (8 * 4 + 1)
+    assert tp["all_gather"]["bytes"] == 196 * GIB
+    assert run["collectives"]["pp"]["send"] == {"count": 16, "bytes": GIB // 2, "exposed_s": 0.0}
     assert run["host_syncs"] == 1
 
 
 @pytest.mark.full
-def test_an_installed_triton_changes_nothing(runs: Runs) -> None:
+def test_an_installed_triton_changes_nothing(tool: Tool) -> None:
     pytest.importorskip("triton")
-    asked = f"--rank 15 --world 16 --json {ZERO3} {TINY}"
-    with_triton, _ = answers([asked])
-    assert json.loads(with_triton) == runs.zero3
-    assert "triton: rmsnorm, layernorm" in runs.zero3["ops"]
+    with (other := Tool()).process:
+        run = other.figures(SHARDED)
+    assert run == tool.figures(SHARDED)
+    assert "triton: rmsnorm, layernorm" in run["ops"]
 
 
 @pytest.mark.full
-def test_fp8_where_triton_is_not_installed(runs: Runs) -> None:
-    """`runs` for the compiler that it requires."""
-    sizes = "--world 1 --json --num-layers 2 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 512"
-    common = f"{sizes} --seq-len 128 --global-batch-size 1 --precision bf16 --fp8"
-    recipes = ("blockwise", "rowwise", "tensorwise")
-    *found, _ = answers([f"{common} {recipe}" for recipe in recipes], without=("triton",))
-    calls = [json.loads(answer)["calls"] for answer in found]
+def test_fp8_where_triton_is_not_installed(tool: Tool) -> None:
+    calls = [tool.figures(f"{FP8} {recipe}")["calls"] for recipe in ("blockwise", "rowwise", "tensorwise")]
     assert [run["forward"]["aten::_scaled_mm"] for run in calls] == [8, 8, 8]
     # Whole rows and tensors are cast after their maxima.
     assert ["megalite::triton_quantize" in run["forward"] for run in calls] == [True, False, False]
 
 
 @pytest.mark.full
-def test_a_library_that_is_named_is_there(runs: Runs) -> None:
-    named, _ = answers([f"--world 2 --json {TINY} --ops adamw=cuda"], without=("triton",))
-    assert "cuda: adamw" in json.loads(named)["ops"]
-    assert "adamw" not in runs.zero3["ops"].partition("cuda: ")[2]
+def test_a_library_that_is_named_is_there(tool: Tool) -> None:
+    assert "cuda: adamw" in tool.figures(f"--world 2 {TINY} --ops adamw=cuda")["ops"]
+    assert "adamw" not in tool.figures(SHARDED)["ops"].partition("cuda: ")[2]
 
 
 @pytest.mark.parametrize(
@@ -202,8 +146,8 @@ def test_dry_run_predicts_the_peak(rank: int, options: str, peak: float) -> None
 
 
 @pytest.mark.full
-def test_sharded_weights_of_the_last_stage(runs: Runs) -> None:
-    run = runs.zero3
+def test_sharded_weights_of_the_last_stage(tool: Tool) -> None:
+    run = tool.figures(SHARDED)
     assert run["coords"] == {"pp": 1, "dp": 3, "cp": 0, "tp": 1}
     assert set(run["collectives"]) == {"dp", "pp", "pp_grad", "tp", "ends", "world"}
     # Shares of a quarter: 2 + 4 + 12 bytes per parameter over 4 ranks.
@@ -214,29 +158,29 @@ def test_sharded_weights_of_the_last_stage(runs: Runs) -> None:
 
 
 @pytest.mark.full
-def test_the_program_is_the_same_on_a_cpu(runs: Runs) -> None:
+def test_the_program_is_the_same_on_a_cpu(tool: Tool) -> None:
     # The test of all ranks runs on CPU tensors, which takes a tenth of the time.
     cfg = cli.parse(f"{ZERO3} {TINY}".split()).config
     grid = Grid.of(16, tp=2, pp=2)
     with recorded_world(15, grid) as log:
         first = run_step(build_engine(cfg, ParallelContext.create(grid, torch.device("cpu"))), log)
     posted = Counter((event.axis, event.kind) for event in log[first:] if isinstance(event, Communication))
-    found = runs.zero3["collectives"]
+    found = tool.figures(SHARDED)["collectives"]
     assert posted == {(axis, kind): v["count"] for axis, kinds in found.items() for kind, v in kinds.items()}
 
 
 @pytest.mark.full
-def test_gathering_weights_hides_behind_the_forward_pass(large_runs: LargeRuns) -> None:
-    gathers = large_runs.tp2["collectives"]["dp"]["all_gather"]
+def test_gathering_weights_hides_behind_the_forward_pass(tool: Tool) -> None:
+    gathers = tool.figures(f"--world 64 {LLAMA_8B}")["collectives"]["dp"]["all_gather"]
     assert gathers["bytes"] == pytest.approx(8.03e9, rel=1e-3)
     # With one hardware queue, gathers that were all posted at once would hold the first kernel up for 190 ms.
     assert gathers["exposed_s"] < 0.02
 
 
 @pytest.mark.full
-def test_what_a_layer_launches(runs: Runs) -> None:
+def test_what_a_layer_launches(tool: Tool) -> None:
     """In 16 micro-batches; each operation more is one that the host has to start, and memory that is read again."""
-    one, two = (run["calls"] for run in runs.layers)
+    one, two = (tool.figures(f"{TINY_LLAMA} --num-layers {n}")["calls"] for n in (1, 2))
     added = {way: Counter(two[way]) - Counter(one[way]) for way in one}
     expected = {
         "forward": {"triton_norm": 2, "mm": 4, "triton_rope_": 1, "_scaled_dot_product_flash_attention": 1}
@@ -253,16 +197,16 @@ def test_what_a_layer_launches(runs: Runs) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", range(len(BUDGETS)), ids=BUDGETS)
-def test_computed_times_on_the_page(large_runs: LargeRuns, model: int) -> None:
-    table = large_runs.budgets[model].strip()
+@pytest.mark.parametrize("model", BUDGETS)
+def test_computed_times_on_the_page(tool: Tool, model: str) -> None:
+    table = tool.says(f"--world 1 --budget {LARGE_BATCH} {model}").strip()
     assert table.startswith("| computed, not measured |")
     assert table in (ROOT / "docs" / "performance.md").read_text()
 
 
 @pytest.mark.full
-def test_a_window_takes_the_kernel_that_skips_what_is_not_seen(large_runs: LargeRuns) -> None:
-    full, window = large_runs.windows
+def test_a_window_takes_the_kernel_that_skips_what_is_not_seen(tool: Tool) -> None:
+    full, window = (tool.figures(f"{TINY_LLAMA} {words}") for words in ("", "--window 5"))
     # 16 micro-batches of one sample, 4 layers.
     assert window["calls"]["forward"]["torch_attn::_varlen_attn"] == 16 * 4
     assert window["calls"]["backward"]["torch_attn::_varlen_attn_backward"] == 16 * 4
@@ -277,19 +221,21 @@ def test_a_window_takes_the_kernel_that_skips_what_is_not_seen(large_runs: Large
 
 
 @pytest.mark.full
-def test_the_output_layer_in_chunks_of_tokens(large_runs: LargeRuns) -> None:
-    part = large_runs.chunked["output layer"]
+def test_the_output_layer_in_chunks_of_tokens(tool: Tool) -> None:
+    run = tool.figures(f"--world 1 --budget {TINY} --vocab-size 256 --global-batch-size 2 --loss-chunk 12")
+    part = run["output layer"]
     # Two micro-batches of 16 tokens in chunks of 12 and 4; 12 tokens x 256 rows are the FLOPs of 16 x 192 (q, k and v).
     assert (part["kernels"], part["flops"]) == (2 * 2 * 3, 2 * 3 * 2 * 16 * 64 * 256)
-    assert large_runs.chunked["products, forward"]["flops"] == 2 * 4 * 2 * 16 * 64 * (192 + 64 + 256 + 256)
+    assert run["products, forward"]["flops"] == 2 * 4 * 2 * 16 * 64 * (192 + 64 + 256 + 256)
     assert part["seconds"]["h200"] > 0
 
 
 @pytest.mark.full
-def test_the_page_the_picture_and_a_refusal(runs: Runs) -> None:
-    assert runs.picture.stat().st_size > 10_000
-    assert "tp        all_gather" in runs.text
-    assert runs.refused == "error: --rank 2: a world of 2 has ranks 0 to 1; choose one"
+def test_the_page_the_picture_and_a_refusal(tool: Tool, tmp_path: Path) -> None:
+    assert "tp        all_gather" in tool.says(f"--world 2 --tp 2 --png {tmp_path}/memory.png {TINY}")
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+    refused = tool.says(f"--world 2 --rank 2 {TINY}")
+    assert refused == "error: --rank 2: a world of 2 has ranks 0 to 1; choose one"
 
 
 def test_a_missing_compiler_is_a_user_error() -> None:

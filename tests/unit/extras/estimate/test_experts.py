@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,13 +12,10 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.parts.families import PRESETS
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.cli import parse
-from tests.unit.extras.estimate.fake_runs import answers
+from tests.unit.extras.estimate.fake_runs import Tool
 from tests.unit.extras.plan.models import NEW_PRESETS
 
-NEEDS_COMPILER = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires"
-)
-
+pytestmark = pytest.mark.full
 # A layer of each kind that a preset has, at its sizes.
 OF_PRESETS = "--precision bf16 --vocab-divisible-by 16 --tp 2 --ep 4 --num-layers 4 --global-batch-size 4"
 FLAGS = (
@@ -30,45 +25,41 @@ FLAGS = (
 )
 
 
-@pytest.mark.full
-@NEEDS_COMPILER
-def test_plans_of_presets() -> None:
+@pytest.fixture(scope="module")
+def tool() -> Iterator[Tool]:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
+    made = Tool()
+    with made.process:
+        yield made
+
+
+@pytest.mark.parametrize("preset", NEW_PRESETS)
+def test_plans_of_presets(tool: Tool, preset: str) -> None:
     """What a step of the new families holds, and what the plan says of it; it errs to the safe side."""
-    asked = []
-    for preset in NEW_PRESETS:
-        dense = [str(i) for i in PRESETS[preset].get("moe_dense_layers", ()) if i < 4]
-        words = ["--moe-dense-layers", *dense] if dense else []
-        asked.append(" ".join(["--world 8 --json", OF_PRESETS, "--preset", preset, *words]))
-    for preset, answer in zip(NEW_PRESETS, answers(asked, without=("triton",))):
-        real = json.loads(answer)
-        plan, states, peak = real["predicted_bytes"], real["states_bytes"], real["peak_bytes"]
-        assert plan["weights"] + plan["main_grad"] + plan["optimizer"] == pytest.approx(states, rel=1e-3), preset
-        assert 0.99 < plan["total"] / peak < 1.06, preset
-        assert 0.98 < (plan["total"] - states) / (peak - states) < 1.25, preset
+    dense = [str(i) for i in PRESETS[preset].get("moe_dense_layers", ()) if i < 4]
+    words = ["--moe-dense-layers", *dense] if dense else []
+    real = tool.figures(" ".join(["--world 8", OF_PRESETS, "--preset", preset, *words]))
+    plan, states, peak = real["predicted_bytes"], real["states_bytes"], real["peak_bytes"]
+    assert plan["weights"] + plan["main_grad"] + plan["optimizer"] == pytest.approx(states, rel=1e-3)
+    assert 0.99 < plan["total"] / peak < 1.06
+    assert 0.98 < (plan["total"] - states) / (peak - states) < 1.25
 
 
-@NEEDS_COMPILER
-@pytest.mark.full
 @pytest.mark.parametrize("bias", ["", "--mlp-bias"])
-def test_experts_of_one_rank_never_make_the_host_wait(bias: str) -> None:
+def test_experts_of_one_rank_never_make_the_host_wait(tool: Tool, bias: str) -> None:
     """Forward, backward and recomputation: the sizes stay on the device. One launch per weight gradient."""
     sizes = "--num-layers 2 --global-batch-size 4 --micro-batch-size 1"
-    words = f"{FLAGS} {sizes} --ep 1 --precision bf16 --recompute full --world 2 --json {bias}".split()
-    done = subprocess.run([sys.executable, "-m", "megalite", "estimate", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    real = json.loads(done.stdout)
+    real = tool.figures(f"{FLAGS} {sizes} --ep 1 --precision bf16 --recompute full --world 2 {bias}")
     assert real["host_syncs_in"] == {"status of the step": 1}
     assert real["calls"]["backward"]["megalite::triton_grouped_wgrad_"] == 2 * 2 * 4
 
 
-@pytest.mark.full
-@NEEDS_COMPILER
-def test_what_a_layer_of_experts_launches() -> None:
+def test_what_a_layer_of_experts_launches(tool: Tool) -> None:
     """Of Qwen3's kind, in one micro-batch; a GPU that is late in a step is late here first."""
     flags = FLAGS.replace("mixtral", "qwen3_moe").replace("--ep 2 --tp 2", "--precision bf16 --micro-batch-size 1")
-    words = f"--world 1 --json {flags} --global-batch-size 1 --moe-ffn-size 128 --moe-topk 2"
-    one, two, _ = answers([f"{words} --num-layers {n}" for n in (1, 2)])
-    calls = [json.loads(answer)["calls"] for answer in (one, two)]
+    words = f"--world 1 {flags} --global-batch-size 1 --moe-ffn-size 128 --moe-topk 2"
+    calls = [tool.figures(f"{words} --num-layers {n}")["calls"] for n in (1, 2)]
     added = {way: Counter(calls[1][way]) - Counter(calls[0][way]) for way in ("forward", "backward")}
     assert {way: sum(found.values()) for way, found in added.items()} == {"forward": 56, "backward": 37}
     # What each token's experts, and each expert's tokens, take beside the dense layer's.
@@ -76,16 +67,11 @@ def test_what_a_layer_of_experts_launches() -> None:
     assert added["backward"]["megalite::triton_grouped_wgrad_"] == 2
 
 
-@pytest.mark.full
-@NEEDS_COMPILER
 @pytest.mark.parametrize(("dispatch", "precision"), [("alltoall", "bf16"), ("allgather", "fp16")])
-def test_the_busiest_rank_of_ep(dispatch: str, precision: str) -> None:
+def test_the_busiest_rank_of_ep(tool: Tool, dispatch: str, precision: str) -> None:
     """With torch's products, and with Triton's."""
     flags = [*FLAGS.split(), "--precision", precision, "--mlp-bias", "--moe-dispatch", dispatch]
-    words = [*flags, "--rank", "0", "--world", "8", "--json"]
-    done = subprocess.run([sys.executable, "-m", "megalite", "estimate", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    real, cfg = json.loads(done.stdout), parse(flags).config
+    real, cfg = tool.figures(" ".join([*flags, "--rank 0 --world 8"])), parse(flags).config
     (plan,) = memory_per_rank(cfg, Grid.from_config(cfg.parallel, 8))
     assert plan.total == pytest.approx(real["peak_bytes"], rel=0.1)
     assert plan.weights + plan.main_grad + plan.optimizer == pytest.approx(real["states_bytes"], rel=0.01)

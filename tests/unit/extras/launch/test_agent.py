@@ -58,10 +58,10 @@ sys.exit(max(abs(r.wait()) for r in ranks))
 class Run:
     """An agent over the stand-in; `clock`: the time of this file is the agent's."""
 
-    def __init__(self, *kinds: str, clock: Path | None = None, kill: bool = False) -> None:
+    def __init__(self, *kinds: str, clock: Path | None = None, kill: bool = False, grace_s: float = 60.0) -> None:
         start = f"import os, sys; sys.path.insert(0, {str(AGENT.parent)!r}); import agent; "
         # Short where only KILL helps; elsewhere a slow machine must not come to it.
-        start += f"agent.TERM_GRACE_S = {1.0 if kill or 'orphans' in kinds else 60.0}; "
+        start += f"agent.TERM_GRACE_S = {1.0 if 'orphans' in kinds else grace_s}; "
         start += "agent.HEARTBEAT_TIMEOUT_S = 600.0; " if clock is None else ""
         start += f"agent.time.monotonic = lambda: os.stat({str(clock)!r}).st_mtime; " if clock is not None else ""
         start += "sys.exit(agent.main())"
@@ -95,14 +95,14 @@ class Run:
     def end(self) -> int:
         assert self.process.stdout is not None
         self.seen += [line.strip() for line in self.process.stdout]
-        return self.process.wait(30)
+        return self.process.wait(120)
 
     def close(self) -> None:
         for pid in [self.process.pid, *self.pids]:
             if alive(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(120)
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 stream.close()
@@ -168,7 +168,7 @@ def test_end_of_input_ends_every_session(run: Run) -> None:
 @pytest.mark.parametrize("stopped", [False, True])
 def test_with_reserves_only_a_launcher_that_says_so_has_torchrun_told(stopped: bool) -> None:
     """A host whose connection broke had its ranks asked to stop, and with them those of all hosts."""
-    run = Run("saves", kill=True)
+    run = Run("saves", kill=True, grace_s=60.0 if stopped else 1.0)
     try:
         run.until("rank 0 ready")
         if stopped:
@@ -187,7 +187,7 @@ def test_with_reserves_only_a_launcher_that_says_so_has_torchrun_told(stopped: b
 def test_orphans_of_a_dead_rank_are_ended_too(run: Run) -> None:
     run.until("orphan ready", "rank 1 ready")
     orphan = run.pids[0] if "orphan" in run.seen[0] else run.pids[1]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while orphan not in agent_module.children(run.process.pid):  # its parent is dead: the agent has it now
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -233,7 +233,7 @@ def test_term_lets_ranks_save_and_torchrun_end_with_0(run: Run) -> None:
 def test_a_second_term_goes_to_torchrun(run: Run) -> None:
     run.until("rank 0 ready")
     # The handler is installed after "ready": a TERM that comes before it ends the rank, so wait for it.
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not agent_module.handles(run.pids[0], signal.SIGTERM):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -259,7 +259,7 @@ def test_a_killed_agent_takes_torchrun_along(run: Run) -> None:
     run.until("rank 0 ready")
     run.process.kill()
     run.until("torchrun got TERM")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while alive(run.pids[0]):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -271,7 +271,7 @@ def test_a_slurm_job_that_saved_before_its_last_step_queues_again(
             while not (tmp_path / "running").exists():
                 assert ran.poll() is None
             ran.send_signal(signal.SIGTERM)
-        _, said = ran.communicate(timeout=60)
+        _, said = ran.communicate(timeout=120)
     assert ran.returncode == code
     assert ("requeue 7" in (tmp_path / "scontrol_words").read_text().splitlines()) == requeued
     assert ("queued again" in said) == requeued

@@ -166,7 +166,7 @@ sys.exit(runner.Runner(["a"], [[sys.executable, "-c", {chatty!r}]], "L").run().c
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.read(1) == b"["
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not counted.exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -198,7 +198,7 @@ def test_signals_are_relayed_and_a_saved_run_is_a_success(tmp_path: Path, capfd:
                 stacks.set()
 
     def send() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         # The handler of SIGTSTP is the last that the runner installs.
         while not (ready.exists() and signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN):
             if time.monotonic() > deadline:
@@ -207,7 +207,7 @@ def test_signals_are_relayed_and_a_saved_run_is_a_success(tmp_path: Path, capfd:
         else:
             os.kill(os.getpid(), signal.SIGTSTP)  # Ctrl-Z must not silence the heartbeat
             os.kill(os.getpid(), signal.SIGUSR1)
-            stacks.wait(60)
+            stacks.wait(120)
         os.kill(os.getpid(), signal.SIGINT)
 
     sender = threading.Thread(target=send)

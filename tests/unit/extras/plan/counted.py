@@ -6,19 +6,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from megalite.core import ops as kernels
 from megalite.core.batch import ForwardPass, MicroBatch, Positions
-from megalite.core.build import build_stages
+from megalite.core.build import build_engine, build_stages
 from megalite.core.mesh.context import Axis, ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.gpt import GPTStage
 from megalite.core.optim.optimizer import DistributedOptimizer
 from megalite.core.pipeline.schedule import Placement
 from megalite.core.sharding.parameter import ShardedParameter
+from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 
@@ -76,6 +78,31 @@ def net_bytes(run: Any) -> int:
             held[event.extra_fields.ptr] = event.extra_fields.alloc_size
     del kept
     return sum(held.values())
+
+
+def kept_by_a_block(cfg: Config) -> int:
+    """Bytes that the one block of a model keeps for its backward pass, on 2 x 32 tokens.
+
+    Its input was there before, and its output, of the same size, belongs to the next block.
+    """
+    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
+    stage.first = stage.last = False
+    jobs.init_parameters(stage, 1)
+    x = torch.randn(32, 2, 64).to(DTYPES[cfg.train.precision]).requires_grad_()
+    batch = MicroBatch.of_samples(torch.zeros(32, 2, dtype=torch.long), None)
+    stage(x, batch, TRAINING)  # rotary tables are made once
+    return net_bytes(lambda: stage(x, batch, TRAINING))
+
+
+def assert_ranks_hold_what_is_planned(cfg: Config, world: int, tolerance: float = 0.01) -> None:
+    """Parameters of every rank of pp, and the bytes of their states, but for the alignment of buckets."""
+    grid = Grid.from_config(cfg.parallel, world)
+    for pp_rank, planned in enumerate(memory_per_rank(cfg, grid)):
+        engine = build_engine(cfg, experts_context(grid, grid.rank(pp=pp_rank)))
+        params = [p for stage in engine.stages.values() for p in stage.parameters()]
+        assert planned.parameters == sum(p.numel() for p in params)
+        states = planned.weights + planned.main_grad + planned.optimizer
+        assert states == pytest.approx(state_bytes(engine.optimizer, params), rel=tolerance)
 
 
 def kept_until_w(cfg: Config) -> int:

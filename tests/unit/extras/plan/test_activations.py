@@ -50,7 +50,8 @@ def config(family: str, layers: int, zero: int, recompute: str, tp: int, sequenc
 
 LAYOUTS = [(1, False), (2, True), (2, False)]
 CASES = [
-    *product(("llama", "gpt2"), (1, 3), ("none", "selective", "full"), LAYOUTS, ("bf16",)),
+    *product(("llama",), (1, 3), ("none", "selective", "full"), LAYOUTS, ("bf16",)),
+    *product(("gpt2",), (3,), ("none", "selective", "full"), LAYOUTS, ("bf16",)),
     *product(
         ("olmo2", "gemma2", "dropout", "documents", "chunks", "relu", "bloom", "gptj", "sums"),
         (1,),
@@ -106,9 +107,9 @@ def _saved(cfg: Config, ctx: Any) -> Counter[int]:
 
 @pytest.fixture(scope="module")
 def measured(request: pytest.FixtureRequest, pool: WorkerPool) -> dict[Any, tuple[Counter[int], Counter[int]]]:
-    """For each case, what stages of two and of four blocks save."""
+    """For each case, what stages of one and of three blocks save."""
     cases = CASES if request.config.getoption("--full") else ALWAYS
-    cfgs = [config(f, n, z, r, *layout, p) for f, z, r, layout, p in cases for n in (2, 4)]
+    cfgs = [config(f, n, z, r, *layout, p) for f, z, r, layout, p in cases for n in (1, 3)]
     sizes, *others = pool.run(4, saved, cfgs)
     assert all(other == sizes for other in others)
     return dict(zip(cases, zip(sizes[::2], sizes[1::2])))
@@ -118,7 +119,7 @@ def measured(request: pytest.FixtureRequest, pool: WorkerPool) -> dict[Any, tupl
 def test_saved_tensors_are_the_rows_of_the_plan(measured: Any, case: Any) -> None:
     (few, more), (family, zero, recompute, layout, precision) = measured[case], case
     tp, sequence = layout
-    cfg = config(family, 4, zero, recompute, tp, sequence, precision)
+    cfg = config(family, 3, zero, recompute, tp, sequence, precision)
     rows = Counter(row.bytes for row in saved_by_block(cfg, DENSE))
     assert more - few == Counter({size: 2 * count for size, count in rows.items()})
     assert sum(size * count for size, count in rows.items()) == block_activations(cfg, DENSE)

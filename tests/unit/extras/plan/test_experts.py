@@ -21,13 +21,12 @@ from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.unit.extras.plan.counted import (
-    DTYPES,
     TRAINING,
+    assert_ranks_hold_what_is_planned,
     experts_context,
+    kept_by_a_block,
     kept_until_w,
-    net_bytes,
     stages_of,
-    state_bytes,
 )
 from tests.unit.extras.plan.models import EXPERTS, config
 
@@ -54,15 +53,9 @@ def test_a_layer_of_experts_keeps_what_the_closed_form_says(
     """On one rank every token meets its experts, however they are chosen: exact but for statistics of norms."""
     options = {**options, "num_layers": 1, "moe_dense_layers": ()}
     cfg = moe(options, recompute=recompute, precision=precision, micro_batch_size=2)
-    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
-    stage.first = stage.last = False
-    jobs.init_parameters(stage, 1)
-    x = torch.randn(32, 2, 64).to(DTYPES[precision]).requires_grad_()
-    batch = MicroBatch.of_samples(torch.zeros(32, 2, dtype=torch.long), None)
-    stage(x, batch, TRAINING)
     planned = block_activations(cfg, cfg.model.block_kind(0))
     # Counts of a routing, and the ids of a recomputation, a few numbers a token.
-    assert net_bytes(lambda: stage(x, batch, TRAINING)) == pytest.approx(planned, abs=16 * 64)
+    assert kept_by_a_block(cfg) == pytest.approx(planned, abs=16 * 64)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -112,15 +105,7 @@ def test_a_rank_holds_what_is_planned(
 ) -> None:
     """Parameters, and the bytes of their states: experts shard theirs over their own ranks, a d c / ep-th of them."""
     cfg = moe(options, {**layout, "zero": zero, "bucket_size": 50_000}, precision=precision)
-    grid = Grid.from_config(cfg.parallel, world)
-    for pp_rank in range(grid["pp"]):
-        engine = build_engine(cfg, experts_context(grid, grid.rank(pp=pp_rank)))
-        params = [p for stage in engine.stages.values() for p in stage.parameters()]
-        planned = memory_per_rank(cfg, grid)[pp_rank]
-        assert planned.parameters == sum(p.numel() for p in params)
-        states = planned.weights + planned.main_grad + planned.optimizer
-        # Buckets are aligned.
-        assert states == pytest.approx(state_bytes(engine.optimizer, params), rel=0.01)
+    assert_ranks_hold_what_is_planned(cfg, world)
 
 
 def test_bytes_of_experts_by_their_own_axes() -> None:

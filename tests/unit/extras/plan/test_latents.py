@@ -19,7 +19,6 @@ from megalite.core.model.flops import flops_per_token
 from megalite.core.model.parameters import describe_parameters, param_map
 from megalite.core.ops.delta_rule import gated_delta_rule, gated_delta_transition
 from megalite.core.options.recompute import MODES, Extent
-from megalite.core.pipeline.schedule import Placement
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
@@ -30,15 +29,13 @@ from megalite.extras.plan.time.block import Engine, Workload
 from megalite.extras.plan.time.rates import Rates
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
-from tests.parity import jobs
 from tests.unit.extras.plan.counted import (
     DTYPES,
     TRAINING,
-    experts_context,
+    assert_ranks_hold_what_is_planned,
+    kept_by_a_block,
     kept_until_w,
     net_bytes,
-    stages_of,
-    state_bytes,
 )
 from tests.unit.extras.plan.models import EXPERTS, NEW_PRESETS, config
 
@@ -60,14 +57,7 @@ def test_latent_attention_keeps_what_the_closed_form_says(
     options: dict[str, Any], recompute: str, precision: str
 ) -> None:
     cfg = mla(options, recompute=recompute, precision=precision, micro_batch_size=2)
-    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
-    stage.first = stage.last = False
-    jobs.init_parameters(stage, 1)
-    x = torch.randn(32, 2, 64).to(DTYPES[precision]).requires_grad_()
-    batch = MicroBatch.of_samples(torch.zeros(32, 2, dtype=torch.long), None)
-    stage(x, batch, TRAINING)
-    planned = block_activations(cfg, cfg.model.block_kind(0))
-    assert net_bytes(lambda: stage(x, batch, TRAINING)) == pytest.approx(planned, abs=16 * 64)
+    assert kept_by_a_block(cfg) == pytest.approx(block_activations(cfg, cfg.model.block_kind(0)), abs=16 * 64)
 
 
 @pytest.mark.parametrize("options", [LATENT, {**LOW_RANK, "q_lora_rank": 24}], ids=["direct", "equal ranks"])
@@ -95,25 +85,13 @@ def test_a_rank_holds_what_is_planned(world: int, layout: dict[str, Any], precis
     options: dict[str, Any] = {**LOW_RANK, **EXPERTS, "num_layers": 4, "moe_dense_layers": (0,)}
     options |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     cfg = config("llama", options, {**layout, "bucket_size": 50_000}, precision=precision)
-    grid = Grid.from_config(cfg.parallel, world)
-    for pp_rank in range(grid["pp"]):
-        engine = build_engine(cfg, experts_context(grid, grid.rank(pp=pp_rank)))
-        params = [p for stage in engine.stages.values() for p in stage.parameters()]
-        planned = memory_per_rank(cfg, grid)[pp_rank]
-        assert planned.parameters == sum(p.numel() for p in params)
-        states = planned.weights + planned.main_grad + planned.optimizer
-        # Buckets are aligned.
-        assert states == pytest.approx(state_bytes(engine.optimizer, params), rel=0.01)
+    assert_ranks_hold_what_is_planned(cfg, world)
 
 
 def test_states_of_muon() -> None:
     """A matrix that every rank of tp holds whole has one moment for all of its elements."""
     cfg = config("llama", LOW_RANK, {"tp": 4, "zero": 0}, {"optimizer": "muon"}, precision="bf16")
-    grid = Grid.of(8, tp=4)
-    engine = build_engine(cfg, experts_context(grid, 0))
-    real = state_bytes(engine.optimizer, [p for stage in engine.stages.values() for p in stage.parameters()])
-    planned = memory_per_rank(cfg, grid)[0]
-    assert planned.weights + planned.main_grad + planned.optimizer == pytest.approx(real, rel=0.002)
+    assert_ranks_hold_what_is_planned(cfg, 8, tolerance=0.002)
 
 
 @pytest.mark.parametrize("preset", NEW_PRESETS)

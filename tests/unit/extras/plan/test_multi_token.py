@@ -30,7 +30,7 @@ from megalite.extras.plan.time.step import pass_times
 from megalite.runtime.options.cli import parse
 from tests.parity import jobs
 from tests.rows import always_run
-from tests.unit.extras.plan.counted import DTYPES, TRAINING, net_bytes, rank_context, stages_of, state_bytes
+from tests.unit.extras.plan.counted import DTYPES, TRAINING, assert_ranks_hold_what_is_planned, net_bytes, stages_of
 from tests.unit.extras.plan.models import config
 
 PLACEMENTS = [Placement(1, 1), Placement(2, 1), Placement(2, 3), Placement(2, 2, v_shape=True)]
@@ -52,12 +52,7 @@ def test_parameters_on_a_rank_are_those_of_its_modules(tied: bool, placement: Pl
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_bytes_of_states_counted_on_tensors(optimizer: str) -> None:
     cfg = config("llama", {"mtp_num_layers": 2}, {"pp": 2, "bucket_size": 50_000}, {"optimizer": optimizer})
-    grid = Grid.of(4, pp=2)
-    for pp_rank in range(2):
-        engine = build_engine(cfg, rank_context(grid, grid.rank(pp=pp_rank)))
-        real = state_bytes(engine.optimizer, [p for s in engine.stages.values() for p in s.parameters()])
-        planned = memory_per_rank(cfg, grid)[pp_rank]
-        assert planned.weights + planned.main_grad + planned.optimizer == pytest.approx(real, rel=0.01)
+    assert_ranks_hold_what_is_planned(cfg, 4)
 
 
 # Of 6 layers the fourth has attention, and so has a module.

@@ -360,7 +360,7 @@ def test_workers_that_all_finish_before_the_end_of_the_input_is_seen(
         def submit(self, number: int, chunk: Chunk) -> None:
             super().submit(number, chunk)
             if not self.idle:
-                assert all(worker.poll(60) for worker in self._busy)
+                assert all(worker.poll(120) for worker in self._busy)
 
     monkeypatch.setattr("megalite.extras.prepare.workers.Workers", Prompt)
     for name in "abcd":
@@ -372,7 +372,7 @@ def test_workers_that_all_finish_before_the_end_of_the_input_is_seen(
 def test_the_tool_prints_its_report_and_no_bar_off_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(jsonl(TEXTS))
     command = [sys.executable, str(TOOL), "--input", "d.jsonl", "--tokenizer", "bytes", "--out", "o", "--workers", "1"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (0, "")
     size = sum(len(t.encode()) for t in TEXTS)
     assert f"o: 3 documents, {size + 3} tokens" in result.stdout
@@ -392,13 +392,13 @@ def test_the_tool_shows_a_bar_on_a_terminal(tmp_path: Path) -> None:
         while block := os.read(ours, 4096):
             shown += block
     os.close(ours)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=120) == 0
     assert b"tokenizing" in shown
 
 
 def test_the_tool_turns_a_mistake_into_one_line_and_exit_2(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOL), "--input", str(tmp_path), "--tokenizer", "bytes", "--out", "o"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: --input {tmp_path}: holds no text (0 other files); ")
     assert result.stderr.count("\n") == 1
@@ -415,7 +415,7 @@ class Running:
         )
         self.pipe = (folder / "endless.jsonl").open("wb")
         partial = folder / "out" / "o.bin.tmp"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (partial.exists() and partial.stat().st_size > 0):
             assert time.monotonic() < deadline
             self.pipe.write(jsonl(["some text " * 1000] * 100))
@@ -447,10 +447,10 @@ def is_gone(pid: int) -> bool:
 def test_a_killed_run_leaves_nothing_that_loads_and_no_process(tmp_path: Path, running: Running) -> None:
     assert len(running.workers) == 2
     running.process.send_signal(signal.SIGKILL)
-    assert running.process.wait(timeout=30) == -signal.SIGKILL
+    assert running.process.wait(timeout=120) == -signal.SIGKILL
     with pytest.raises(UserError, match="does not exist"):
         IndexedDataset(tmp_path / "out" / "o")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not all(map(is_gone, running.workers)):
         assert time.monotonic() < deadline, "workers outlived their parent"
         time.sleep(0.02)
@@ -466,7 +466,7 @@ def test_a_killed_worker_ends_the_run_with_a_message(tmp_path: Path, running: Ru
     with contextlib.suppress(BrokenPipeError):
         while running.process.poll() is None:
             running.pipe.write(jsonl(["some text " * 1000] * 100))
-    _, stderr = running.process.communicate(timeout=30)
+    _, stderr = running.process.communicate(timeout=120)
     assert running.process.returncode == 1
     assert stderr.splitlines()[-1].startswith("error: a preprocessing worker ended unexpectedly")
     assert "Traceback" not in stderr
@@ -481,7 +481,7 @@ def test_a_worker_killed_while_it_writes_is_noticed(tmp_path: Path) -> None:
     try:
         worker, process = pool.idle[-1], pool.processes[-1]
         pool.submit(0, chunk)
-        assert worker.poll(60), "it has begun to write, and the pipe holds less than all"
+        assert worker.poll(120), "it has begun to write, and the pipe holds less than all"
         process.kill()
         with pytest.raises(RuntimeError, match="a preprocessing worker ended unexpectedly"):
             list(pool.collect())
