@@ -1,4 +1,4 @@
-"""The first hour of six people, as scripts that run with the installed wheel in an empty folder."""
+"""The first hour of seven people, as scripts that run with the installed wheel in an empty folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.installed import Installed
 from tests.ranks import ROOT
 
 SCRIPTS = ROOT / "tests" / "newcomers"
-PEOPLE = ("lead", "student", "researcher", "data", "hugging_face", "megatron")
+PEOPLE = ("lead", "student", "researcher", "data", "hugging_face", "megatron", "deepspeed")
 
 
 @pytest.mark.full
