@@ -193,7 +193,7 @@ def _record_start(run: Run, source: Source | None) -> None:
     if restore.record_recovery(run):
         return
     event = "resume" if source else "start"
-    run.metrics.event(event, step=run.step, consumed_samples=run.consumed_samples, **origin)
+    run.metrics.event(event, step=run.step, consumed_samples=run.consumed_samples, ranks=run.engine.ctx.world.size, **origin)
 
 
 def digest_of(text: str) -> str:
@@ -251,6 +251,7 @@ def make_run(
         config=meta["config"],
     )
     metrics = agree(ctx, make_metrics)
+    checkpointer.on_commit = partial(metrics.event, "saved")
     profiler = agree(ctx, lambda: StepProfiler(cfg, ctx))
     steps = step_range("--record-schedule", cfg.run.record_schedule)
     count = cfg.passes(sizes.size(max(1, steps.start)), ctx.dp.size)
