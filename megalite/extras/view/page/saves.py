@@ -30,7 +30,7 @@ def collect_checkpoints(run_dir: Path) -> dict[str, Any]:
     names = [path.name for _, path in step_folders(root)]
     judged = ranked(FolderPlace(root), names)
     losses = {name: loss for loss, name in judged}
-    shown = sorted(p.name for p in root.iterdir() if p.is_dir() and (p / "manifest.json").exists())
+    shown = sorted(p.name for p in root.iterdir() if not p.is_symlink() and (p / "manifest.json").exists())
     folders = [{"name": name, "valid_loss": losses.get(name), **_described(root / name)} for name in shown]
     return {"best": judged[0][1] if judged else None, "folders": folders}
 

@@ -171,7 +171,7 @@ function options(name, runs, series, settings) {
     cursor: { sync: { key: "runs" }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { distr: settings.log ? 3 : 1 } },
     axes: [
-      { stroke: ink, grid, values: (u, ticks) => ticks.map(number) },
+      { stroke: ink, grid, size: 30, values: (u, ticks) => ticks.map(number) },
       { stroke: ink, grid, size: 64, values: (u, ticks) => ticks.map((x) => (x === null ? "" : number(x))) },
     ],
     series: [{}, ...series.map(({ i, evaluation }) => ({

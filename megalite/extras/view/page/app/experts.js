@@ -9,7 +9,7 @@ function expertsView(state) {
     return [...rest, where];
   }
   const panel = el("div", {});
-  const show = (layer) => panel.replaceChildren(...loadOf(run, part.layers.indexOf(layer), state));
+  const show = (layer) => fill(panel, loadOf(run, part.layers.indexOf(layer), state));
   show(part.layers[0]);
   return [
     note(t("Load: tokens of an expert, over the mean of its layer. 1 is balanced.")),

@@ -67,7 +67,7 @@ function gridView(state) {
   if (!isThere(grid)) return [missing(grid || run.layout)];
   const panel = el("div", { id: "rank", "aria-live": "polite" });
   const settings = { rank: 0, zero: grid.zero, filter: "", all: false };
-  const show = () => panel.replaceChildren(...rankPanel(run, settings, show, select));
+  const show = () => fill(panel, rankPanel(run, settings, show, select));
   const buttons = [];
   const select = (rank) => {
     settings.rank = rank;
@@ -92,8 +92,9 @@ function rankBoard(run, buttons, select) {
   const { grid } = run;
   const board = el("div", { class: "ranks", role: "toolbar", "aria-label": t("Ranks") });
   const rows = new Map();
+  const used = [...grid.axes, ...(grid.experts || [])].filter(([name, size], i, all) => name !== "pp" && size > 1 && all.findIndex(([other]) => other === name) === i).map(([name]) => name);
   grid.ranks.forEach((place, rank) => {
-    const words = Object.entries(place).filter(([name]) => name !== "pp").map(([name, i]) => `${name}${i}`).join(" ");
+    const words = used.map((name) => `${name}${place[name]}`).join(" ");
     const b = button("", () => select(rank), { "aria-pressed": false, tabindex: "-1", "data-rank": rank, class: `rank dp-${place.dp % 4}` });
     b.append(el("strong", { text: String(rank) }), el("small", { text: words }));
     buttons.push(b);
@@ -124,7 +125,7 @@ function rankPanel(run, settings, show, select) {
   const stage = grid.stages[place.pp];
   return [
     el("h3", { text: t("Rank {r}", { r: rank }) }),
-    el("p", { text: Object.entries(place).map(([name, i]) => `${name} ${i}`).join(", ") + `; ${t("layers")} ${spans(stage.layers)}` }),
+    el("p", { text: axes.map(([name]) => `${name} ${place[name]}`).join(", ") + `; ${t("layers")} ${spans(stage.layers)}` }),
     table([t("Axis"), t("place"), t("group (ranks)")], groups, { id: "groups" }),
     ...parameterTable(run, settings, show),
   ];
@@ -142,7 +143,7 @@ function parameterTable(run, settings, show) {
     const share = own ? (own.cut[1] > own.cut[0] ? `${whole(own.cut[0])}–${whole(own.cut[1] - 1)}` : t("none")) : "–";
     const size = (kind) => (own ? bytesText(own[kind]) : "–");
     const parts = el("span", {}, boxes.map((box) => el("div", { text: boxText(param, box) })));
-    return [foreign(param.name), param.shape.join(" × "), parts, size("weights"), size("grads"), share, size("states")];
+    return [foreign(param.name), foreign(param.shape.join(" × ")), parts, size("weights"), size("grads"), share, size("states")];
   });
   const sums = ["weights", "grads", "states"].map((kind) => (held ? [...held.values()].reduce((n, own) => n + own[kind], 0) : null));
   const filter = el("input", { type: "search", value: settings.filter, "aria-label": t("filter"), onchange: (e) => { settings.filter = e.target.value; show(); } });
@@ -171,7 +172,7 @@ function holdersOf(run) {
       const key = boxes.map((box) => boxText(param, box)).join("; ");
       byBox.set(key, [...(byBox.get(key) || []), rank]);
     });
-    panel.replaceChildren(table([t("Part"), t("ranks that hold it")], [...byBox].map(([key, ranks]) => [key, spans(ranks)]), { id: "holders" }));
+    fill(panel, table([t("Part"), t("ranks that hold it")], [...byBox].map(([key, ranks]) => [key, spans(ranks)]), { id: "holders" }));
   };
   show(grid.params[0].name);
   return el("section", {}, el("h3", { text: t("Who holds a parameter") }),

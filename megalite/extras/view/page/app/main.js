@@ -72,10 +72,10 @@ function open(state, name) {
   }
   const show = () => {
     try {
-      state.main.replaceChildren(el("h2", { text: t(title) }), ...view(state).filter(Boolean));
+      fill(state.main, el("h2", { text: t(title) }), view(state));
     } catch (error) {
       // One view that fails leaves the others.
-      state.main.replaceChildren(note(t("This view could not be drawn: "), foreign(error.message)));
+      fill(state.main, note(t("This view could not be drawn: "), foreign(error.message)));
       if (!state.data.live) throw error;
     }
   };

@@ -7,7 +7,7 @@ function memoryView(state) {
   const { run } = state;
   if (!isThere(run.memory)) return [missing(run.memory || run.layout)];
   const panel = el("div", {});
-  const show = (pp) => panel.replaceChildren(...memoryOf(run, pp, state));
+  const show = (pp) => fill(panel, memoryOf(run, pp, state));
   show(0);
   const ranks = run.grid && run.grid.stages ? run.grid.stages : [0];
   return [
@@ -23,10 +23,10 @@ function memoryOf(run, pp, state) {
   const rows = changed.map((c) => ({
     options: { class: c.own ? "own" : "" },
     cells: [
-      c.option, `${c.value}${c.own ? " " + t("(this run)") : ""}`,
+      c.option, foreign(`${c.value}${c.own ? " " + t("(this run)") : ""}`),
       ...(c.ranks
         ? [...KINDS.slice(0, 4).map((kind) => bytesText(c.ranks[pp][kind])), bytesText(c.ranks[pp].host), bytesText(c.ranks[pp].total), bar(c.ranks[pp].total / most)]
-        : [foreign(c.problem), "", "", "", "", "", ""]),
+        : [el("td", { colspan: "7" }, foreign(c.problem))]),
     ],
   }));
   return [

@@ -8,7 +8,7 @@ function messagesView(state) {
   const stages = isThere(part) ? part.stages : null;
   if (!stages || !stages.length || stages[0].problem) return [missing(stages && stages[0] ? stages[0] : part || state.run.layout)];
   const panel = el("div", {});
-  const show = (pp) => panel.replaceChildren(...messageTable(stages[pp]), ...animation(stages[pp]));
+  const show = (pp) => fill(panel, messageTable(stages[pp]), animation(stages[pp]));
   show(0);
   const curves = state.run.curves;
   const sent = isThere(curves) && curves.last.grad_bytes_sent;
@@ -79,7 +79,7 @@ function animation(stage) {
   if (!kinds.length) return [];
   const board = el("div", { id: "collective" });
   const show = { message: kinds[0], step: 0, timer: 0 };
-  const draw = () => board.replaceChildren(...collectivePicture(show));
+  const draw = () => fill(board, collectivePicture(show));
   const stop = () => { clearInterval(show.timer); show.timer = 0; };
   const go = (by) => {
     const steps = collectiveSteps(show.message.kind, Math.min(show.message.size, MOST_DRAWN)).length;

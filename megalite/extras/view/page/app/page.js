@@ -8,7 +8,7 @@ function el(tag, options = {}, ...children) {
     else if (name === "text") node.textContent = value;
     else if (value !== false && value !== null) node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return node;
 }
 
@@ -23,12 +23,16 @@ function table(headers, rows, options = {}) {
 }
 
 function cell(content) {
+  if (content instanceof HTMLTableCellElement) return content;
   if (content instanceof Node) return el("td", {}, content);
   const isNumber = typeof content === "number" || /^[-–]?[\d.,]+( ?(%|[kMGTP]?B|m?s))?$/.test(String(content));
-  return el("td", { class: isNumber ? "number" : "" , text: typeof content === "number" ? number(content) : safe(content) });
+  return el("td", { class: isNumber ? "number" : "", text: typeof content === "number" ? number(content) : safe(content) });
 }
 
 const note = (...content) => el("p", { class: "note" }, content);
+
+// Put something in the place of what a node holds; what is not there is left out.
+const fill = (node, ...content) => node.replaceChildren(...content.flat(Infinity).filter((child) => child !== null && child !== undefined));
 
 // A view whose data are not there says what writes them.
 function missing(part) {
