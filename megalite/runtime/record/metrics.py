@@ -123,7 +123,7 @@ class MetricsLogger:
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Append a line, with the time of day. While the disk is full, lines are kept in memory: only a failed save ends the run."""
+        """Append a line with its time. While the disk is full, lines are kept: only a failed save ends the run."""
         with self._lock:
             waited = bool(self._unwritten)
             self._unwritten += json_line({**record, "time": round(time.time(), 3)}).encode()

@@ -192,8 +192,8 @@ def _record_start(run: Run, source: Source | None) -> None:
     origin = {"checkpoint": str(source.path), "resets": " ".join(source.resets)} if source else {}
     if restore.record_recovery(run):
         return
-    event = "resume" if source else "start"
-    run.metrics.event(event, step=run.step, consumed_samples=run.consumed_samples, ranks=run.engine.ctx.world.size, **origin)
+    event, ranks = "resume" if source else "start", run.engine.ctx.world.size
+    run.metrics.event(event, step=run.step, consumed_samples=run.consumed_samples, ranks=ranks, **origin)
 
 
 def digest_of(text: str) -> str:

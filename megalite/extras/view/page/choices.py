@@ -10,9 +10,9 @@ from megalite.core.mesh.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.report import as_json, best_layouts, describe
-from megalite.extras.plan.search import Candidate, layout_options, pick, search
+from megalite.extras.plan.search import SHARE, Candidate, pick, search
 from megalite.extras.plan.time.step import step_time
-from megalite.runtime.options.fields import LAYOUT, with_options
+from megalite.runtime.options.fields import with_options
 from megalite.runtime.options.run import Config
 
 # Options that save memory, and the values compared, from none to most.
@@ -75,5 +75,5 @@ def _own(cfg: Config, cluster: Cluster) -> dict[str, Any]:
     cfg = with_options(cfg, {"device": "cuda"})
     grid = Grid.from_config(cfg.parallel, cluster.gpus)
     time, ranks = step_time(cfg, grid, cluster), memory_per_rank(cfg, grid)
-    own = Candidate(cfg, grid, ranks, time, cluster.device.memory * 0.9, cluster.device.host_memory * 0.9)
+    own = Candidate(cfg, grid, ranks, time, SHARE * cluster.device.memory, SHARE * cluster.device.host_memory)
     return {**as_json([own], cluster)[0], "words": " ".join(describe(own))}

@@ -100,7 +100,7 @@ def _curves(run_dir: Path, record: Record, most: int) -> dict[str, Any]:
 
 
 def _world(run_dir: Path, record: Record) -> int:
-    """Return the number of ranks: as the newest start or change of size says, else the newest checkpoint or the logs."""
+    """Return the number of ranks: of the newest start or change of size, else of the newest checkpoint, or of logs."""
     for event in reversed(record.events):
         ranks = event.get("to") if event["event"] == "resize" else event.get("ranks")
         if event["event"] in ("start", "resume", "resize") and type(ranks) is int and ranks > 0:
@@ -118,11 +118,10 @@ def _world(run_dir: Path, record: Record) -> int:
 
 def _described(cfg: Config) -> dict[str, Any]:
     m, p, t = cfg.model, cfg.parallel, cfg.train
-    model = ("arch", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size", "seq_len", "num_experts")
     return {
-        "model": {name: getattr(m, name) for name in (*model, "moe_topk")},
-        "parallel": {name: getattr(p, name) for name in ("tp", "pp", "vp", "cp", "ep", "zero", "schedule", "device")},
-        "train": {name: getattr(t, name) for name in ("precision", "micro_batch_size", "global_batch_size", "train_steps", "recompute", "offload")},
+        "model": {name: getattr(m, name) for name in ("arch", "num_layers", "hidden_size", "num_experts", "moe_topk")},
+        "parallel": {name: getattr(p, name) for name in ("tp", "pp", "vp", "cp", "ep", "zero", "device")},
+        "train": {"precision": t.precision},
     }
 
 

@@ -34,8 +34,7 @@ class Numbers(str):
 class Record:
     """What metrics.jsonl says: the last line of each step by columns, and the events in file order.
 
-    As in `read_metrics`, what an earlier attempt did after the step at which a later one began does not count. A million
-    lines take some 300 MB.
+    As in `read_metrics`, what an earlier attempt did after the step at which a later one began does not count.
 
     Attributes:
         rows: step -> row of the columns.
@@ -112,15 +111,16 @@ def whole_lines(path: Path) -> tuple[int, int]:
                 end = start
             return status.st_ino, 0
     except (OSError, BadFile) as e:
-        raise UserError(str(path), f"cannot be read ({getattr(e, 'strerror', None) or e})", "look at another run") from None
+        rule = f"cannot be read ({getattr(e, 'strerror', None) or e})"
+        raise UserError(str(path), rule, "look at a run that has finished a step") from None
 
 
 def collect_curves(record: Record, most: int) -> dict[str, Any]:
     """Return the curves: at most `most` points and the last steps in full, base64 of little-endian numbers.
 
     Returns:
-        points: number of points of a curve; steps: number of steps; per_bucket: steps that four points stand for (1: each
-        has its own). x: float64 step of each point. series: name -> float32 values (float64 if `wide`), NaN where
+        points: number of points of a curve; steps: number of steps; per_bucket: steps that four points stand for (1:
+        each has its own). x: float64 step of each point. series: name -> float32 values (float64 if `wide`), NaN where
         there is none. last: the newest value of each. events, broken: of the record.
     """
     steps, columns = record.table()

@@ -68,7 +68,7 @@ def page(data: dict[str, Any], title: str, hide: str | None = None, live: bool =
 
 
 def to_json(data: Any, hide: str | None = None) -> str:
-    """Return strict JSON that HTML does not see into: no <, > or &, nothing but ASCII; numbers that are none as text."""
+    """Return strict JSON in ASCII, without <, > and &, which HTML does not see into; what is no number becomes text."""
     text = json.dumps(_clean(data, hide), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

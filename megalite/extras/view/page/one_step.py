@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 from megalite.core.base.errors import UserError
@@ -31,7 +32,6 @@ def main(config: str, world: int) -> dict[str, Any]:
     install_guard()
     from megalite.core.mesh.grid import Grid
     from megalite.extras.compat.dialect import DIALECT
-    from megalite.extras.estimate.rank import estimate
     from megalite.runtime.options import cli
     from megalite.runtime.options.fields import with_options
 
@@ -44,11 +44,11 @@ def main(config: str, world: int) -> dict[str, Any]:
     own, buckets = cfg.parallel.zero, {}
     for zero in sorted(range(4), key=lambda z: z != own):
         if time.monotonic() - began < _SECONDS / 2:
-            buckets[zero] = _guarded(lambda: [_buckets(with_options(cfg, {"zero": zero}), grid, r) for r in ranks])
+            buckets[zero] = _guarded(partial(_all_buckets, cfg, zero, grid, ranks))
     stages = []
     for rank in ranks:
         if time.monotonic() - began < _SECONDS:
-            stages.append(_guarded(lambda: _stage(estimate(cfg, grid, rank))))
+            stages.append(_guarded(partial(_stage, cfg, grid, rank)))
     return {"stages": stages, "buckets": buckets}
 
 
@@ -59,11 +59,13 @@ def _guarded(make: Any) -> Any:
         return {"problem": str(e)}
 
 
-def _stage(e: Any) -> dict[str, Any]:
+def _stage(cfg: Any, grid: Any, rank: int) -> dict[str, Any]:
     """Return a step of a rank: memory over its operations by holder, and messages by axis, kind and phase."""
+    from megalite.extras.estimate.rank import estimate
     from megalite.extras.estimate.record import Communication
     from megalite.extras.estimate.streams import Machine, simulate_streams
 
+    e = estimate(cfg, grid, rank)
     exposed = simulate_streams(e.log, Machine(), e.one_queue).exposed
     phases = {i: kind for kind, begin, end in e.spans for i in range(begin, end)}
     first = min((begin for _, begin, _ in e.spans), default=0)
@@ -71,9 +73,8 @@ def _stage(e: Any) -> dict[str, Any]:
     for i, event in enumerate(e.log[e.first :], e.first):
         if isinstance(event, Communication):
             n = len(event.ranks)
-            row = rows.setdefault(
-                (event.axis, event.kind, n), {"ranks": list(event.ranks), "phases": defaultdict(int), "calls": 0, "bytes": 0}
-            )
+            new = {"ranks": list(event.ranks), "phases": defaultdict(int), "calls": 0, "bytes": 0}
+            row = rows.setdefault((event.axis, event.kind, n), new)
             row["calls"] += 1
             row["bytes"] += event.nbytes
             row["phases"][phases.get(i) or ("before" if i < first else "after")] += event.nbytes
@@ -107,6 +108,12 @@ def _stage(e: Any) -> dict[str, Any]:
         "flops": e.flops,
         "kernels": e.kernels,
     }
+
+
+def _all_buckets(cfg: Any, zero: int, grid: Any, ranks: list[int]) -> list[list[dict[str, Any]]]:
+    from megalite.runtime.options.fields import with_options
+
+    return [_buckets(with_options(cfg, {"zero": zero}), grid, rank) for rank in ranks]
 
 
 def _buckets(cfg: Any, grid: Any, rank: int) -> list[dict[str, Any]]:
@@ -143,8 +150,11 @@ def _buckets(cfg: Any, grid: Any, rank: int) -> list[dict[str, Any]]:
                     "weights": bucket.sharded.weights,
                     "grads": bucket.sharded.grad,
                     "states": bucket.sharded.state,
-                    "bytes": {"weights": bucket.weights.element_size(), "grads": bucket.grad.element_size()} | {"states": sum(states.values())},
-                    "roles": list(states),
+                    "bytes": {
+                        "weights": bucket.weights.element_size(),
+                        "grads": bucket.grad.element_size(),
+                        "states": sum(states.values()),
+                    },
                 }
             )
         return out

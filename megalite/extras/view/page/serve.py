@@ -1,4 +1,4 @@
-"""A page that is made anew at every visit, and the lines that metrics.jsonl gets meanwhile: for browsers of this host."""
+"""A page made anew at every visit, and the lines that metrics.jsonl gets meanwhile, for browsers of this host."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def serve(runs: Sequence[Path], make_page: Callable[[], str], port: int) -> None
     try:
         server = Server(runs, make_page, port)
     except OSError as e:
-        raise UserError(f"--serve {port}", f"cannot be used ({e.strerror})", "drop the number for any free one") from None
+        rule = f"cannot be used ({e.strerror})"
+        raise UserError(f"--serve {port}", rule, "drop the number for any free one") from None
     print(f"{server.url}  (Ctrl-C ends it)", flush=True)
     try:
         server.serve_forever()

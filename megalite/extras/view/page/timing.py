@@ -25,6 +25,7 @@ def collect_schedule(run_dir: Path, cfg: Config, grid: Grid) -> dict[str, Any]:
         recording; `missing` says why): see `_drawn`. step, steps: the recorded step that is shown, and the duration of
         each.
     """
+    told: dict[str, Any]
     try:
         recording = read_recording(run_dir)
     except UserError as e:
@@ -92,9 +93,7 @@ def _drawn(simulation: Simulation, waits: dict[str, float] | None = None) -> dic
     }
 
 
-def _critical(
-    events: list[Event], makers: dict[str, Event | None], before: dict[str, Event | None]
-) -> set[str]:
+def _critical(events: list[Event], makers: dict[str, Event | None], before: dict[str, Event | None]) -> set[str]:
     """Return the operations of the longest chain: from the last to end, each time what it waited for last."""
     at: Event | None = max(events, key=lambda event: event.finish)
     names = set()

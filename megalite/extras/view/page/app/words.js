@@ -14,7 +14,7 @@ const CHINESE = new Map([
   ["Checkpoints", "检查点"],
   ["Counted in the real step of one rank of each pipeline stage, run without a GPU: ranks of one stage send the same. Bytes are of the largest batch.", "在每个流水级取一个 rank，不用 GPU 运行真实的一步并计数；同一级的各 rank 发送量相同。字节数按最大的批计算。"],
   ["Curves", "曲线"],
-  ["Drag to zoom. With a chart in focus: arrows move, + and \u2212 zoom, 0 shows all.", "拖动可放大。图表获得焦点后：方向键移动，+ 和 − 缩放，0 显示全部。"],
+  ["Drag to zoom. With a chart in focus: arrows move, + and − zoom, 0 shows all.", "拖动可放大。图表获得焦点后：方向键移动，+ 和 − 缩放，0 显示全部。"],
   ["Each row is this run with one option changed. What leaves the device under offload is in host memory: optimizer state travels there and back in every step, activations from forward to backward.", "每行是本次训练只改一个选项的结果。offload 时离开设备的内容放在主机内存：优化器状态每一步往返一次，激活从前向到反向期间放在那里。"],
   ["Event", "事件"],
   ["Events ({n})", "事件（{n}）"],
