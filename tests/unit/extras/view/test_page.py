@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 import threading
 import urllib.error
@@ -24,26 +23,9 @@ from megalite.extras.view.page.collect import collect
 from megalite.extras.view.page.command import main
 from megalite.extras.view.page.embed import page, script_parts, to_json
 from megalite.extras.view.page.serve import Server
+from tests.unit.extras.view.runs import HOSTILE, hostile_run, write
 
 FOLDER = Path(__file__).parents[4] / "megalite/extras/view/page"
-HOSTILE = [
-    "</script><script>window.pwned=1</script>",
-    "<!--<script>",
-    '"><img src=x onerror=window.pwned=1>',
-    "\u2028 \u202egnirts",
-    "\ud800",
-    "](javascript:window.pwned=1)",
-    "__proto__",
-    "constructor",
-    "a" * 100_000,
-]
-
-
-def write(run_dir: Path, lines: list[Any]) -> Path:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    (run_dir / "metrics.jsonl").write_text("".join(f"{text}\n" for text in texts))
-    return run_dir
 
 
 def collected(*runs: Path, most: int = 20_000) -> dict[str, Any]:
@@ -59,29 +41,11 @@ def steps_of(curves: dict[str, Any]) -> list[int]:
     return [int(x) for x in np.frombuffer(base64.b64decode(curves["x"]), "<f8")]
 
 
-def hostile_run(folder: Path) -> Path:
-    lines: list[Any] = [{"event": "start", "step": 0, "ranks": 1}]
-    for i, text in enumerate(HOSTILE):
-        lines.append({"step": i + 1, "loss": 2.0 - i / 8, text: float(i), "consumed_tokens": 2**30 + i})
-        lines.append({"event": text, "step": i + 1, text: text, "nested": {"a": [text]}})
-    lines += ['{"step": 10, "loss": NaN, "lr": 1e999}', '{"step": 11, "loss": 18446744073709551616}', "not json", "[]"]
-    lines += ["[" * 100_000, "", '{"step": 9223372036854775808, "loss": 1}', '{"step": -1}', '{"event": 3, "step": "x"}']
-    run = write(folder / "run <b>&\u202e", lines)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 12, "lo')
-    (run / "config.yaml").write_text("model: <script>")
-    os.mkfifo(run / "experts.jsonl")
-    (run / "schedule").mkdir()
-    os.mkfifo(run / "schedule" / "pipeline_rank_0.jsonl")
-    for name, content in {"step_00000001": "{", "step_00000002": "", "step_00000003": '{"step": "<b>", "files": 3}'}.items():
-        (run / "checkpoints" / name).mkdir(parents=True)
-        (run / "checkpoints" / name / "manifest.json").write_text(content)
-    return run
-
-
 def test_curves_are_those_of_metrics_jsonl_whatever_was_done_again(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [{"event": "start", "step": 0}]
-    lines += [{"step": s, "loss": 5 / s, "lr": 1e-3, "consumed_tokens": 2**33 + s, "time": 1e9 + s} for s in range(1, 9)]
+    lines += [
+        {"step": s, "loss": 5 / s, "lr": 1e-3, "consumed_tokens": 2**33 + s, "time": 1e9 + s} for s in range(1, 9)
+    ]
     lines += [{"event": "eval", "step": 8, "loss": 9.0}, {"event": "resume", "step": 4}]
     lines += [{"step": s, "loss": 7 / s, "lr": None, "consumed_tokens": 2**33 + s} for s in (5, 6, 6)]
     run = write(tmp_path / "run", lines)
@@ -166,7 +130,9 @@ def blocks(html: str) -> list[str]:
 
 def test_the_script_makes_no_markup_and_the_library_is_what_was_released() -> None:
     for name, text in script_parts():
-        found = re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b\(|new Function|'style'", text)
+        found = re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b\(|new Function|'style'", text
+        )
         assert found is None, f"{name}: {found}"
     sums = dict(reversed(line.split()) for line in (FOLDER / "vendor/SHA256SUMS").read_text().splitlines())
     assert sums.keys() == {p.name for p in (FOLDER / "vendor").iterdir()} - {"SHA256SUMS"}
@@ -191,7 +157,9 @@ def test_no_credential_leaves_and_no_path_with_hide_paths(tmp_path: Path, monkey
     monkeypatch.setenv("MY_SECRET_KEY", "s3cr3t-value-123")
     run = write(tmp_path / "run", [{"event": "save", "step": 1, "checkpoint": f"{tmp_path}/run/checkpoints/step_1"}])
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"event": "note", "step": 1, "said": "s3cr3t-value-123 at https://me:pw12345@host/x"}) + "\n")
+        file.write(
+            json.dumps({"event": "note", "step": 1, "said": "s3cr3t-value-123 at https://me:pw12345@host/x"}) + "\n"
+        )
     data = collected(run)
     assert str(tmp_path) in to_json(data)
     hidden = page(data, "run", hide="…/")
