@@ -77,7 +77,7 @@ def _drawn(simulation: Simulation, waits: dict[str, float] | None = None) -> dic
             idle = max(0.0, event.start - (last.finish if last else 0.0))
             wait = idle if waits is None else waits[name]
             label = label_of(event, simulation)
-            waited_for = label_of(maker, simulation) if maker is not None and maker.rank != event.rank else ""
+            waited_for = f"{label_of(maker, simulation)} (pp{maker.rank})" if maker and maker.rank != event.rank else ""
             times = (round(event.start, 6), round(event.finish, 6), round(wait, 6))
             op = event.op
             rows[-1].append([label, op.kind, op.microbatch, op.stage, *times, int(name in critical), waited_for])

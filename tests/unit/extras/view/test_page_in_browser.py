@@ -196,7 +196,7 @@ def test_a_newcomer_s_ten_questions_are_answered(seen: Seen, run: Path) -> None:
     _, begun, ready, _ = next(op for op in recorded["ops"] if op[0] == "F0.1")
     (row,) = [row for row in seen.rows("ops-measured") if row[:2] == ["pp1", "F0"]]
     assert float(row[4].replace(",", "")) == pytest.approx(1e3 * (ready - begun), rel=1e-4, abs=1e-3)
-    assert row[5] == "F0"
+    assert row[5] == "F0 (pp0)"
 
     # 9. Which checkpoint is best, and how long did training wait for its save?
     seen.open("checkpoints")
