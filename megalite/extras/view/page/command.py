@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.core.base.errors import UserError, require
+from megalite.extras.plan.cluster import Cluster
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.page.collect import collect
 from megalite.extras.view.page.embed import page
@@ -50,6 +52,8 @@ def main(argv: Sequence[str]) -> None:
         if not (run / METRICS_FILE).exists() and not (run / "config.yaml").exists():
             rule = f"has neither {METRICS_FILE} nor config.yaml"
             raise UserError(f"run directory {run}", rule, "use the --run-dir of a run that has started")
+    if args.cluster is not None:
+        Cluster.parse(args.cluster)
     runs = list(zip(names_of_runs(args.runs), args.runs))
     hide = "…/" if args.hide_paths else None
 
@@ -68,4 +72,7 @@ def main(argv: Sequence[str]) -> None:
         unfinished.replace(args.html)
     except OSError as e:
         raise UserError(f"--html {args.html}", f"cannot be written ({e.strerror})", "choose another file") from None
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
     print(f"wrote {args.html.resolve()} ({len(text.encode()):,} bytes): open it in a browser")

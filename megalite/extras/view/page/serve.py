@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,7 +30,7 @@ class Server(ThreadingHTTPServer):
 
     Args:
         runs: folders of the runs.
-        make_page: makes the page.
+        make_page: makes the page; called in one thread at a time.
         port: 0 for any.
     """
 
@@ -36,10 +38,21 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, runs: Sequence[Path], make_page: Callable[[], str], port: int) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
-        self.runs, self.make_page = list(runs), make_page
+        self.runs, self._make_page = list(runs), make_page
+        self._one_at_a_time = threading.Lock()
         self.path = f"/{secrets.token_urlsafe(16)}/"
         self.url = f"http://127.0.0.1:{self.server_port}{self.path}"
         self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
+
+    def make_page(self) -> str:
+        """Make the page."""
+        with self._one_at_a_time:
+            return self._make_page()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A browser that leaves before it has the page is no error.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -183,6 +183,13 @@ def test_the_page_is_made_whatever_is_missing(tmp_path: Path, capsys: pytest.Cap
         main([str(run)])
     with pytest.raises(UserError, match="cannot be written"):
         main([str(run), "--html", str(tmp_path / "no" / "page.html")])
+    out.unlink()
+    out.mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        main([str(run), "--html", str(out), "--no-estimate"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "run"]
+    with pytest.raises(UserError, match="h99"):
+        main([str(run), "--html", str(out), "--cluster", "h99:8"])
     with pytest.raises(UserError, match="must be a port"):
         main([str(run), "--serve", "70000"])
 

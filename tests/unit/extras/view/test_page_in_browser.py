@@ -24,10 +24,7 @@ from tests.unit.extras.view.runs import hostile_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (.ci/peers.sh has it)")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium (apt-get install chromium)"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium (apt-get install chromium)")
 
 VIEWS = ("curves", "grid", "schedule", "messages", "memory", "experts", "checkpoints", "why")
 # tp 2, pp 2, dp 2, and experts over ep 2.

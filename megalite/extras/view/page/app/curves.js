@@ -72,7 +72,10 @@ function eventsOf(run) {
 
 function curvesView(state) {
   const runs = state.data.runs.filter((run) => isThere(run.curves) && run.curves.points > 0);
-  if (!runs.length) return [missing(state.data.runs[0].curves)];
+  if (!runs.length) {
+    state.refresh = state.reopen;
+    return [missing(state.data.runs[0].curves)];
+  }
   const names = new Set(runs.flatMap((run) => [...columnsOf(run).columns.keys()]));
   const others = [...names].filter((name) => !USUAL.includes(name) && !["time", "consumed_tokens"].includes(name)).sort();
   const shown = USUAL.filter((name) => names.has(name));
@@ -84,6 +87,10 @@ function curvesView(state) {
     settings.charts = [];
     board.replaceChildren();
     for (const name of shown) board.append(chartOf(name, runs, settings));
+  };
+  state.refresh = () => {
+    // The same curves, longer; a run that got its first evaluation has one more.
+    if (!settings.charts.every((chart) => prolong(chart, runs, settings.axis))) draw();
   };
   state.drawn.curves = () => settings.charts.map(describeChart);
   const axes = [["step", t("step")], ["tokens", t("tokens")], ["time", t("time of day, hours")]];
@@ -156,11 +163,24 @@ function chartOf(name, runs, settings) {
   box.addEventListener("keydown", (event) => chartKey(event, chart, settings));
   watchSize(box, () => {
     plot.setSize({ width: box.clientWidth, height: 220 });
+    plot.redraw();
   });
   frame.append(el("p", { class: "small" },
     button(t("Picture"), () => plot.ctx.canvas.toBlob((blob) => download(`${name}.png`, blob))), " ",
     button("CSV", () => download(`${name}.csv`, new Blob([csv(chart, settings.axis)], { type: "text/csv" })))));
   return frame;
+}
+
+// Give a chart its new points; what was zoomed stays. False if it has other curves now.
+function prolong({ name, plot, series }, runs, axis) {
+  const old = plot.data[0];
+  const { min, max } = plot.scales.x;
+  const isWhole = old.length < 2 || (min <= old[0] && max >= old[old.length - 1]);
+  const next = chartData(name, runs, axis);
+  if (next.series.length !== series.length) return false;
+  plot.setData(next.data, isWhole);
+  if (isWhole) zoomTo(plot, null, null);
+  return true;
 }
 
 function options(name, runs, series, settings) {

@@ -79,7 +79,8 @@ function open(state, name) {
       if (!state.data.live) throw error;
     }
   };
-  state.refresh = key === "curves" ? show : null;
+  state.refresh = null;
+  state.reopen = show;
   show();
 }
 
