@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 from megalite.core.base.log import logger
-from megalite.core.engine import Engine
-from megalite.core.parts.counters.routers import RoutingFigures
-from megalite.runtime.options.run import Config
+
+if TYPE_CHECKING:  # readers of the file know its name without torch
+    from megalite.core.engine import Engine
+    from megalite.core.parts.counters.routers import RoutingFigures
+    from megalite.runtime.options.run import Config
 
 EXPERTS_FILE = "experts.jsonl"
 # A line of a large model has 100 kB.
