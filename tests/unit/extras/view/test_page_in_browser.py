@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     zygote = Zygote()
     try:
-        left = zygote.start([*FLAGS.split(), "--run-dir", str(folder / "run")], 8, folder).end()
+        left = zygote.start([*FLAGS.split(), "--run-dir", str(folder / "run")], 8, folder).end(600)
     finally:
         zygote.close()
     assert codes(left) == [0] * 8, left[0].err
