@@ -152,7 +152,7 @@ function parameterTable(run, settings, show) {
     el("div", { class: "controls" },
       choice(t("Shown at"), zeros, settings.zero, (z) => { settings.zero = Number(z); show(); }),
       el("label", {}, t("Parameter contains") + " ", filter)),
-    held ? el("p", { id: "held" }, t("Between steps this rank holds {w} of weights, {g} of gradients, {s} of optimizer state.", { w: bytesText(sums[0]), g: bytesText(sums[1]), s: bytesText(sums[2]) })) : missing(run.step),
+    held ? el("p", { id: "held" }, t("Between steps this rank holds {w} of weights, {g} of gradients, {s} of optimizer state.", { w: bytesText(sums[0]), g: bytesText(sums[1]), s: bytesText(sums[2]) })) : missing(isThere(run.step) ? run.step.buckets[settings.zero] : run.step),
     table([t("Parameter"), t("whole shape"), t("this rank's shard"), t("weights"), t("gradients"), t("its elements of the optimizer's share"), t("optimizer")], rows, { id: "params" }),
     rows.length < mine.length ? button(t("Show all {n}", { n: mine.length }), () => { settings.all = true; show(); }) : null,
     grid.params_left_out ? note(t("{n} parameters of a large model are left out.", { n: grid.params_left_out })) : null,
