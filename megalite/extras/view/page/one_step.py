@@ -41,7 +41,7 @@ def main(config: str, world: int) -> dict[str, Any]:
     grid = Grid.from_config(cfg.parallel, world)
     ranks = [grid.rank(pp=stage) for stage in range(grid["pp"])]
     own = cfg.parallel.zero
-    buckets = {own: _guarded(partial(_all_buckets, cfg, own, grid, ranks))}
+    buckets: dict[int, Any] = {own: _guarded(partial(_all_buckets, cfg, own, grid, ranks))}
     stages = [_guarded(partial(_stage, cfg, grid, rank)) for rank in ranks]
     buckets |= {zero: _guarded(partial(_all_buckets, cfg, zero, grid, ranks)) for zero in range(4) if zero != own}
     return {"stages": stages, "buckets": buckets}

@@ -134,7 +134,8 @@ def test_the_script_makes_no_markup_and_the_library_is_what_was_released() -> No
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b\(|new Function|'style'", text
         )
         assert found is None, f"{name}: {found}"
-    sums = dict(reversed(line.split()) for line in (FOLDER / "vendor/SHA256SUMS").read_text().splitlines())
+    lines = (FOLDER / "vendor/SHA256SUMS").read_text().splitlines()
+    sums = {name: digest for digest, name in map(str.split, lines)}
     assert sums.keys() == {p.name for p in (FOLDER / "vendor").iterdir()} - {"SHA256SUMS"}
     for name, expected in sums.items():
         assert hashlib.sha256((FOLDER / "vendor" / name).read_bytes()).hexdigest() == expected
