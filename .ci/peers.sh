@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests that need TRL, lm-eval, DeepSpeed or Accelerate, transformers 4, gcsfs, or torchao, each group in an environment of its own
-# (.venv-peers, .venv-transformers4, .venv-gcs, .venv-torchao) on top of the usual one: their requirements would change its
+# The tests that need TRL, lm-eval, DeepSpeed or Accelerate, transformers 4, gcsfs, torchao, or a browser, each group in an environment of its
+# own (.venv-peers, .venv-transformers4, .venv-gcs, .venv-torchao, .venv-browser) on top of the usual one: their requirements would change its
 # packages. Where they cannot be installed, the reason is printed. Arguments go to pytest.
 set -eu
 cd "$(dirname "$0")/.."
@@ -45,6 +45,10 @@ fi
 # transformers uses torchao wherever it is installed: it stays out of the other environments.
 if environment .venv-torchao --no-deps "torchao>=0.18"; then
     tests .venv-torchao/bin/python tests/unit/tensor_parallel/test_torchao.py
+fi
+# The browser is Debian's chromium, which .ci/run installs.
+if environment .venv-browser "playwright==1.65.*"; then
+    tests .venv-browser/bin/python tests/unit/extras/view/test_page_in_browser.py
 fi
 if environment .venv-peers "trl>=1.16" "lm-eval[hf]>=0.4.13" "deepspeed>=0.19"; then
     export VIRTUAL_ENV=$PWD/.venv-peers

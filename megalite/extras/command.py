@@ -40,6 +40,7 @@ COMMANDS = {
     "check": Command("check that a cluster is ready for a run (under torchrun)", "diagnose.command:main"),
     "scaling": Command("measure a run on 1, 2, 4, ... ranks", "diagnose.scaling:main"),
     "plot": Command("draw the loss curves of runs", "view.command:plot"),
+    "view": Command("show runs in a browser: one page, as a file or live", "view.page.command:main"),
     "inspect": Command("show what a checkpoint holds, and verify its checksums", "view.command:inspect"),
     "generate": Command("generate text with a trained model", "inference.command:generate"),
     "evaluate": Command("compute loss and perplexity of a model", "inference.command:evaluate"),

@@ -45,6 +45,7 @@ class Estimate:
         peak: peak memory of the step.
         timeline: (pipeline operation, bytes before it, peak bytes during it) of each operation.
         spans: (kind, begin and end in the log) of each pipeline operation.
+        held: holder -> bytes before each of them.
         log: kernels and communication, in the order in which the host starts them; first come the gathers of weights
             that the previous step would have started.
         first: index in the log at which the step begins.
@@ -60,6 +61,7 @@ class Estimate:
     peak: Peak
     timeline: list[tuple[str, int, int]]
     spans: list[tuple[str, int, int]]
+    held: list[dict[str, int]]
     log: list[Event]
     first: int
     syncs: dict[str, int]
@@ -140,6 +142,7 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
             peak=tracker.finish(),
             timeline=tracker.timeline,
             spans=tracker.spans,
+            held=tracker.held,
             log=list(log),
             first=first,
             syncs=syncs,

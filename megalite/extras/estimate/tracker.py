@@ -85,6 +85,7 @@ class Tracker(TorchDispatchMode, Observer):
         peak: peak memory since `start`.
         timeline: (pipeline operation, bytes before it, peak bytes during it) of each operation, in order.
         spans: (kind, begin and end in the log) of each pipeline operation.
+        held: holder -> bytes before each of them.
         syncs: number of times the host had to wait for the device, by cause.
     """
 
@@ -95,6 +96,7 @@ class Tracker(TorchDispatchMode, Observer):
         self.peak = Peak()
         self.timeline: list[tuple[str, int, int]] = []
         self.spans: list[tuple[str, int, int]] = []
+        self.held: list[dict[str, int]] = []
         self.syncs: Counter[str] = Counter()
         self._output: set[tuple[int, int]] = set()
         self._blocks: dict[int, list[Any]] = {}  # storage -> [bytes, holder, torch operator, weak reference]
@@ -139,6 +141,10 @@ class Tracker(TorchDispatchMode, Observer):
         self._end_phase("other")
         self._during = str(op)
         self._before = self._most = self.live
+        by_holder: Counter[str] = Counter()
+        for (holder, _), nbytes in self._held.items():
+            by_holder[holder] += nbytes
+        self.held.append(dict(+by_holder))
         self._begun = len(self.log)
 
     def end(self, op: Op) -> None:

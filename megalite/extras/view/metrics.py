@@ -13,7 +13,7 @@ from megalite.runtime.base.untrusted import BadFile, parse_json, require_regular
 from megalite.runtime.record.metrics import METRICS_FILE
 
 # Bytes of a file and of a line that are read; a step has some 500.
-_MOST_METRICS, _LONGEST_LINE = 4 << 30, 1 << 20
+MOST_METRICS, _LONGEST_LINE = 4 << 30, 1 << 20
 _MOST_WARNINGS = 10
 # JSON's whole numbers have no end, floats do.
 _LARGEST_COUNT = 2**63
@@ -36,13 +36,13 @@ def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
     events: list[dict[str, Any]] = []
     for record in _records(run_dir, path):
         if "event" in record:
-            step = _step_of(record)
+            step = step_of(record)
             if record["event"] in ("start", "resume") and step is not None:
                 # What an earlier attempt did after this step is no longer part of this run.
                 steps = {s: kept for s, kept in steps.items() if s <= step}
-                events = [e for e in events if e["event"] != "eval" or (_step_of(e) or 0) <= step]
+                events = [e for e in events if e["event"] != "eval" or (step_of(e) or 0) <= step]
             events.append(record)
-        elif (step := _step_of(record)) is not None:
+        elif (step := step_of(record)) is not None:
             steps[step] = record
     return [steps[s] for s in sorted(steps)], events
 
@@ -50,31 +50,45 @@ def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
 def _records(run_dir: Path, path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of the file, line by line; the first broken lines are logged, and the number of all."""
     broken = 0
+    for number, record in enumerate(read_lines(run_dir), start=1):
+        if record is not None:
+            yield record
+            continue
+        broken += 1
+        if broken <= _MOST_WARNINGS:
+            logger.warning(f"{path} line {number} is broken and skipped")
+    if broken > _MOST_WARNINGS:
+        logger.warning(f"{path}: {broken} broken lines are skipped")
+
+
+def read_lines(run_dir: Path, end: int | None = None) -> Iterator[dict[str, Any] | None]:
+    """Yield the object of each line of metrics.jsonl, None for a broken one; raises as `read_metrics`.
+
+    Args:
+        run_dir: the run's folder.
+        end: byte at which to stop, the end of a line; None: the file's.
+    """
+    path = run_dir / METRICS_FILE
     try:
-        require_regular(path, _MOST_METRICS)
+        require_regular(path, MOST_METRICS)
         with path.open("rb") as f:
             # A line of megabytes is none of ours, and as JSON may take thirty times its size.
-            for number, line in enumerate(iter(partial(f.readline, _LONGEST_LINE), b""), start=1):
-                record = _record(line)
+            for line in iter(partial(f.readline, _LONGEST_LINE), b""):
+                record = parse_line(line)
                 while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
                     line, record = f.readline(_LONGEST_LINE), None
-                if record is not None:
-                    yield record
-                    continue
-                broken += 1
-                if broken <= _MOST_WARNINGS:
-                    logger.warning(f"{path} line {number} is broken and skipped")
+                yield record
+                if end is not None and f.tell() >= end:
+                    return
     except (OSError, BadFile) as e:
         raise UserError(
             f"run directory {run_dir}",
             f"{path.name} in it cannot be read ({getattr(e, 'strerror', None) or e})",
             "use the --run-dir of a run that has finished a step",
         ) from None
-    if broken > _MOST_WARNINGS:
-        logger.warning(f"{path}: {broken} broken lines are skipped")
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the object of a line, {} of an empty one, None of a broken one."""
     try:
         record = parse_json(line) if line.strip() else {}
@@ -85,7 +99,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-def _step_of(record: dict[str, Any]) -> int | None:
+def step_of(record: dict[str, Any]) -> int | None:
     """Return the step that a line is about, None if it is not a number."""
     step = record.get("step")
     return step if type(step) is int else None

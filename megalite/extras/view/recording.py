@@ -14,7 +14,9 @@ from typing import Any
 from megalite.core.base.errors import UserError
 from megalite.core.parts.schedules.simulate import Event, Simulation
 from megalite.core.pipeline.schedule import Costs, Op, Product, Schedule, build_schedule, needed_by
-from megalite.runtime.base.untrusted import parse_json
+from megalite.runtime.base.untrusted import parse_json, read_regular
+
+_LARGEST = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def read_recording(run_dir: Path) -> Recording:
     while len(heads) < pp:
         path = folder / f"pipeline_rank_{len(heads)}.jsonl"
         try:
-            head, *lines = (parse_json(line) for line in path.read_text().splitlines())
+            head, *lines = (parse_json(line) for line in read_regular(path, _LARGEST).splitlines())
             heads.append((head["schedule"], int(head["pp"]), int(head["vp"]), int(head["num_microbatches"])))
             per_rank.append({int(line["step"]): line["ops"] for line in lines})
         except OSError:

@@ -58,7 +58,7 @@ def load_runs(folders: Sequence[Path], x: str) -> list[PlottedRun]:
     Raises:
         UserError: a folder without metrics, a run without a step, or records without what the axis needs.
     """
-    names = _names(folders)
+    names = names_of_runs(folders)
     runs = []
     for folder, name in zip(folders, names):
         steps, events = read_metrics(folder)
@@ -74,7 +74,7 @@ def load_runs(folders: Sequence[Path], x: str) -> list[PlottedRun]:
     return runs
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def names_of_runs(folders: Sequence[Path]) -> list[str]:
     """Return the last parts of the paths, or whole paths if two of those are equal."""
     short = [folder.resolve().name for folder in folders]
     return short if len(set(short)) == len(short) else [str(folder) for folder in folders]

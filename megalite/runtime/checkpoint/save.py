@@ -9,7 +9,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +43,7 @@ class _Save:
 
     Attributes:
         name: name of the checkpoint's folder.
+        step: optimizer steps done.
         temporary: folder in which it is written.
         started: `time.perf_counter` at its beginning.
         stalled: seconds that training waited.
@@ -50,6 +51,7 @@ class _Save:
     """
 
     name: str
+    step: int
     temporary: Path
     started: float
     stalled: float = 0.0
@@ -68,6 +70,10 @@ class Checkpointer:
         scratch: folder for an unnamed file that holds the snapshot of a save; None: host memory.
         mirror: where checkpoints are uploaded; None: nowhere.
         code: how shards are coded (`coded`); "none": plain safetensors files.
+
+    Attributes:
+        on_commit: called on rank 0 for each checkpoint that is there to stay: step, checkpoint (its path), bytes (of
+            its files), seconds (of the save), pause_s (those that training waited).
 
     Raises:
         UserError: the folder is in use or cannot be written, or the package zstandard is missing (on every rank).
@@ -89,6 +95,7 @@ class Checkpointer:
         self.on_error = on_error
         self.mirror = mirror
         self._code = code
+        self.on_commit: Callable[..., None] = lambda **saved: None
         agree(ctx, lambda: zstd(f"--save-code {code}") if code != "none" else None)
         self.run_id = run_id or secrets.token_hex(8)
         self._claim = Claim(self.root, self.run_id, keep or Keep(), mirror)
@@ -168,7 +175,7 @@ class Checkpointer:
         if begun is None:
             return None
         save_id, _, hold = begun.partition(" ")
-        save = _Save(name, self._temporary(name, save_id), started)
+        save = _Save(name, step, self._temporary(name, save_id), started)
         self._writer.start_job(self._make_job(save, save_id, step, meta, bool(hold)), boxes)
         save.stalled = time.perf_counter() - started
         self._current = save
@@ -321,6 +328,9 @@ class Checkpointer:
         # Where the hosts share no folder it is saved once it is uploaded.
         what = f"saved {path}" if self.mirror is None or self.mirror.shared else f"wrote the parts of {save.name}"
         logger.info(f"{what} in {seconds:.2f} s, training paused for {save.stalled:.2f} s")
+        # None where the hosts share no folder.
+        size = sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else None
+        self.on_commit(step=save.step, checkpoint=str(path), bytes=size, seconds=seconds, pause_s=save.stalled)
         for moved in self._writer.answer("moved"):
             logger.warning(f"set aside, because this run does not continue it: {moved}")
         for problem in self._writer.answer("problems"):

@@ -24,6 +24,7 @@ from megalite.runtime.loop.run import Run, keep_copy, save
 from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.names import step_folders
 from megalite.runtime.record.device_report import DeviceReport
+from megalite.runtime.record.expert_tokens import ExpertTokens
 from megalite.runtime.record.fp8_amax import Fp8Amax
 from megalite.runtime.record.step_record import log_batch_size, step_record
 from megalite.runtime.record.tensor_stats import TensorStats
@@ -52,6 +53,7 @@ class Progress:
         devices: puts the ranks' devices together.
         fp8_amax: follows the inputs of FP8 products.
         experts: warns of experts that nobody uses.
+        expert_tokens: writes down the tokens of every expert.
         tensors: statistics of `--tensor-stats`, and what was not finite first.
         gradients: what tells faults of hardware from bad data; None without `--recover`.
         begun: step after which this process started.
@@ -66,6 +68,7 @@ class Progress:
     devices: DeviceReport
     fp8_amax: Fp8Amax
     experts: ExpertWatch
+    expert_tokens: ExpertTokens
     tensors: TensorStats
     begun: int
     saved_at: int
@@ -115,7 +118,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
         log_plan(run)
     engine = run.engine
     watches = StragglerReport(engine.ctx), DeviceReport(engine.ctx, run.gpu), Fp8Amax(engine)
-    watched = ExpertWatch(engine.cfg.model), TensorStats(engine)
+    watched = ExpertWatch(engine.cfg.model), ExpertTokens(engine), TensorStats(engine)
     progress = Progress(*watches, *watched, run.step, saved_at, stop=run.only_saves, started=run.companion.began)
     progress.gradients = LocalGradients(engine) if run.copies else None
     with closing(PeriodicCollector()) as garbage:
@@ -222,6 +225,7 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     record = step_record(run, result, seconds, waited) | progress.fp8_amax.read(step)
     run.metrics.step(record)
     progress.experts.look(result.figures.get("routing"))
+    progress.expert_tokens.write(step, result.figures.get("routing"))
     for rank, own, usual in progress.stragglers.end(seconds):
         run.metrics.event("straggler", step=step, rank=rank, own_seconds=own, peers_seconds=usual)
         if engine.ctx.rank == 0:

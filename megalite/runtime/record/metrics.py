@@ -29,8 +29,8 @@ class MetricsLogger:
     """Writes the record of a run. On ranks other than 0 every method does nothing.
 
     `RUN_DIR/metrics.jsonl` is only ever appended to: after a resume, lines of repeated steps follow the old ones, and
-    readers use the last line of each step. JSON has no NaN or infinity: such a value is written as
-    null and named in an extra field, `"nonfinite": {"loss": "nan", "grad_norm": "inf"}`.
+    readers use the last line of each step. `time` is when a line was written, in seconds since 1970. JSON has no NaN or
+    infinity: such a value is written as null and named in an extra field, `"nonfinite": {"loss": "nan"}`.
 
     Args:
         run_dir: the run's folder; made if missing.
@@ -123,10 +123,10 @@ class MetricsLogger:
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Append a line. While the disk is full, lines are kept in memory: only a failed save ends the run."""
+        """Append a line with its time. While the disk is full, lines are kept: only a failed save ends the run."""
         with self._lock:
             waited = bool(self._unwritten)
-            self._unwritten += json_line(record).encode()
+            self._unwritten += json_line({**record, "time": round(time.time(), 3)}).encode()
             try:
                 while self._unwritten:
                     self._unwritten = self._unwritten[self._file.write(self._unwritten) :]

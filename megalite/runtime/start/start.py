@@ -199,8 +199,8 @@ def _record_start(run: Run, source: Source | None) -> None:
     origin = {"checkpoint": str(source.path), "resets": " ".join(source.resets)} if source else {}
     if restore.record_recovery(run):
         return
-    event = "resume" if source else "start"
-    run.metrics.event(event, step=run.step, consumed_samples=run.consumed_samples, **origin)
+    event, ranks = "resume" if source else "start", run.engine.ctx.world.size
+    run.metrics.event(event, step=run.step, consumed_samples=run.consumed_samples, ranks=ranks, **origin)
 
 
 def digest_of(text: str) -> str:
@@ -258,6 +258,7 @@ def make_run(
         config=meta["config"],
     )
     metrics = agree(ctx, make_metrics)
+    checkpointer.on_commit = partial(metrics.event, "saved")
     profiler = agree(ctx, lambda: StepProfiler(cfg, ctx))
     steps = step_range("--record-schedule", cfg.run.record_schedule)
     count = cfg.passes(sizes.size(max(1, steps.start)), ctx.dp.size)

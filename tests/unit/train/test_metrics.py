@@ -65,11 +65,14 @@ def console(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtu
 
 def test_every_line_is_on_disk_in_full_precision_when_step_returns(tmp_path: Path) -> None:
     metrics = make(tmp_path)
-    loss = 0.1 + 0.2
+    loss, before = 0.1 + 0.2, time.time()
     metrics.step({"step": 1, "loss": loss, "lr": 1e-300, "mfu": None})
-    assert json.loads(lines(tmp_path)[0]) == {"step": 1, "loss": 0.30000000000000004, "lr": 1e-300, "mfu": None}
+    record = json.loads(lines(tmp_path)[0])
+    # Milliseconds, rounded.
+    assert before - 0.001 <= record.pop("time") <= time.time() + 0.001
+    assert record == {"step": 1, "loss": 0.30000000000000004, "lr": 1e-300, "mfu": None}
     metrics.event("eval", step=1, loss=2.5)
-    assert json.loads(lines(tmp_path)[1]) == {"event": "eval", "step": 1, "loss": 2.5}
+    assert json.loads(lines(tmp_path)[1]).items() >= {"event": "eval", "step": 1, "loss": 2.5}.items()
     metrics.close()
     metrics.close()
 
@@ -101,7 +104,7 @@ def test_a_resumed_run_appends_and_its_own_steps_count(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
     steps, events = read_metrics(tmp_path)
     assert [(r["step"], r["loss"]) for r in steps] == [(1, 1.0), (2, 20.0)]
-    assert events == [{"event": "resume", "step": 1}]
+    assert [(e["event"], e["step"]) for e in events] == [("resume", 1)]
 
 
 def test_a_line_cut_off_by_a_crash_swallows_nothing(tmp_path: Path, console: pytest.LogCaptureFixture) -> None:
@@ -110,7 +113,8 @@ def test_a_line_cut_off_by_a_crash_swallows_nothing(tmp_path: Path, console: pyt
     metrics.step({"step": 2, "loss": 1.25})
     metrics.close()
     assert "ends in the middle of a line" in console.text
-    assert lines(tmp_path) == ['{"step": 1, "loss": 1.5}', '{"step": 2, "lo', '{"step": 2, "loss": 1.25}']
+    assert lines(tmp_path)[:2] == ['{"step": 1, "loss": 1.5}', '{"step": 2, "lo']
+    assert lines(tmp_path)[2].startswith('{"step": 2, "loss": 1.25, ')
     steps, _ = read_metrics(tmp_path)
     assert [r["loss"] for r in steps] == [1.5, 1.25]
     assert "line 2 is broken and skipped" in console.text

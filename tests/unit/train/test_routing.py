@@ -57,3 +57,27 @@ def test_layers_are_recorded_on_request(tmp_path: Path, asked: bool) -> None:
     layers = [f"{name}_layer_{layer}" for name in ("aux_loss", "z_loss", "expert_load") for layer in (0, 1)]
     assert [name for name in layers if name in record] == layers * asked
     assert {"aux_loss", "z_loss", "expert_load"} <= set(record)
+
+
+def test_tokens_of_experts_and_the_figures_of_a_save_are_written_down(tmp_path: Path) -> None:
+    options = SIZES | {"train_steps": 4, "num_experts": 4, "moe_ffn_size": 8, "log_every": 2, "save_every": 2}
+    with megalite.start(megalite.configure(**options, run_dir=str(tmp_path)), train_data=Mine()) as run:
+        cfg = run.engine.cfg
+        megalite.fit(run)
+    lines = list(map(json.loads, (tmp_path / "metrics.jsonl").open()))
+    told = {line["step"]: line for line in map(json.loads, (tmp_path / "experts.jsonl").open())}
+    assert sorted(told) == [2, 4]
+    slots = cfg.train.global_batch_size * cfg.model.seq_len * cfg.model.moe_topk
+    for step, line in told.items():
+        (record,) = [r for r in lines if "event" not in r and r["step"] == step]
+        assert [sum(layer) for layer in line["tokens"]] == [slots, slots]
+        assert max(4 * max(layer) / slots for layer in line["tokens"]) == pytest.approx(record["expert_load"])
+    assert [line["ranks"] for line in lines if line.get("event") == "start"] == [1]
+    saved = [line for line in lines if line.get("event") == "saved"]
+    assert [line["step"] for line in saved] == [2, 4]
+    for line in saved:
+        folder = Path(line["checkpoint"])
+        assert line["bytes"] == sum(file.stat().st_size for file in folder.iterdir())
+        assert 0 <= line["pause_s"] <= line["seconds"]
+    times = [line["time"] for line in lines]
+    assert times == sorted(times)

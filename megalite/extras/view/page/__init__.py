@@ -1,0 +1,1 @@
+"""One page of a run, which a browser shows without a network (`megalite view`)."""

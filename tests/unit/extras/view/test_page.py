@@ -1,0 +1,255 @@
+"""The page of a run: its figures beside metrics.jsonl, and that nothing in a run's folder breaks out of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.core.base.errors import UserError
+from megalite.extras.view.metrics import read_metrics
+from megalite.extras.view.page.collect import collect
+from megalite.extras.view.page.command import main
+from megalite.extras.view.page.embed import page, script_parts, to_json
+from megalite.extras.view.page.serve import Server
+from tests.unit.extras.view.runs import HOSTILE, hostile_run, write
+
+FOLDER = Path(__file__).parents[4] / "megalite/extras/view/page"
+
+
+def collected(*runs: Path, most: int = 20_000) -> dict[str, Any]:
+    return collect([(run.name, run) for run in runs], "now", most, None, estimate=False)
+
+
+def column(curves: dict[str, Any], name: str) -> Any:
+    entry = curves["series"][name]
+    return np.frombuffer(base64.b64decode(entry["data"]), "<f8" if entry["wide"] else "<f4")
+
+
+def steps_of(curves: dict[str, Any]) -> list[int]:
+    return [int(x) for x in np.frombuffer(base64.b64decode(curves["x"]), "<f8")]
+
+
+def test_curves_are_those_of_metrics_jsonl_whatever_was_done_again(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [{"event": "start", "step": 0}]
+    lines += [
+        {"step": s, "loss": 5 / s, "lr": 1e-3, "consumed_tokens": 2**33 + s, "time": 1e9 + s} for s in range(1, 9)
+    ]
+    lines += [{"event": "eval", "step": 8, "loss": 9.0}, {"event": "resume", "step": 4}]
+    lines += [{"step": s, "loss": 7 / s, "lr": None, "consumed_tokens": 2**33 + s} for s in (5, 6, 6)]
+    run = write(tmp_path / "run", lines)
+    curves = collected(run)["runs"][0]["curves"]
+    steps, events = read_metrics(run)
+    assert steps_of(curves) == [s["step"] for s in steps] == [1, 2, 3, 4, 5, 6]
+    assert column(curves, "loss") == pytest.approx([s["loss"] for s in steps], rel=1e-6)
+    # float32 would not tell these numbers apart.
+    assert column(curves, "consumed_tokens").tolist() == [s["consumed_tokens"] for s in steps]
+    assert np.isnan(column(curves, "lr")).tolist() == [False] * 4 + [True] * 2
+    assert curves["events"] == events
+    assert (curves["per_bucket"], curves["broken"]) == (1, 0)
+
+
+def test_of_many_steps_no_extreme_is_lost_and_the_newest_are_all_there(tmp_path: Path) -> None:
+    rng = np.random.default_rng(7)
+    values = rng.normal(size=30_000)
+    run = write(tmp_path / "run", [{"step": s + 1, "loss": v} for s, v in enumerate(values.tolist())])
+    curves = collected(run, most=1_000)["runs"][0]["curves"]
+    xs, loss = steps_of(curves), column(curves, "loss")
+    assert len(xs) == len(loss) == curves["points"] <= 1_000
+    assert xs == sorted(set(xs))
+    assert (loss.min(), loss.max()) == (np.float32(values.min()), np.float32(values.max()))
+    per, whole = curves["per_bucket"], 30_000 - 500
+    assert xs[-500:] == list(range(whole + 1, 30_001))
+    assert loss[-500:].tolist() == values[-500:].astype(np.float32).tolist()
+    for start in range(0, whole, per):
+        bucket = values[start : min(start + per, whole)].astype(np.float32)
+        drawn = loss[[i for i, x in enumerate(xs) if start < x <= min(start + per, whole)]]
+        assert (bucket.min(), bucket.max()) == (drawn.min(), drawn.max())
+
+
+def test_a_hostile_folder_is_text_and_blanks_no_other_view(tmp_path: Path) -> None:
+    run = hostile_run(tmp_path)
+    data = collected(run)
+    parts = data["runs"][0]
+    # The half line at the end waits for its rest.
+    assert (parts["curves"]["steps"], parts["curves"]["broken"]) == (10, 4)
+    assert steps_of(parts["curves"])[-1] == 10
+    assert "not a regular file" in parts["experts"]["problem"]
+    assert "problem" in parts["layout"]
+    assert [("problem" in folder) for folder in parts["checkpoints"]["folders"]] == [True] * 3
+    html = page(data, run.name)
+    block = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    assert block is not None
+    assert not set("<>&") & set(block[1])
+    assert block[1].isascii()
+    shown = json.loads(block[1])["runs"][0]
+    assert shown["name"] == run.name
+    assert {event["event"] for event in shown["curves"]["events"]} >= set(HOSTILE[:8])
+    assert html.count("</script>") == 3
+    assert "pwned=1</script>" not in html
+    assert len(html) < 300_000
+
+
+def test_only_the_page_s_own_script_may_run(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+    html = page(collected(run), "run")
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy is not None
+    assert html.index("Content-Security-Policy") < html.index("<style") < html.index("<script")
+    rules = dict(rule.split(" ", 1) for rule in policy[1].split("; "))
+    hashes = ["sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in blocks(html)]
+    assert rules == {
+        "default-src": "'none'",
+        "script-src": f"'{hashes[1]}' '{hashes[2]}'",
+        "style-src": f"'{hashes[0]}'",
+        "img-src": "data: blob:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    assert page(collected(run), "run") == html
+    live = re.search(r'Content-Security-Policy" content="([^"]*)"', page(collected(run), "run", live=True))
+    assert live is not None
+    assert live[1] == policy[1] + "; connect-src 'self'"
+
+
+def blocks(html: str) -> list[str]:
+    """The style, the library and the script, as a browser reads them."""
+    return re.findall(r"<(?:style|script)>(.*?)</(?:style|script)>", html, re.S)
+
+
+def test_the_script_makes_no_markup_and_the_library_is_what_was_released() -> None:
+    for name, text in script_parts():
+        found = re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b\(|new Function|'style'", text
+        )
+        assert found is None, f"{name}: {found}"
+    lines = (FOLDER / "vendor/SHA256SUMS").read_text().splitlines()
+    sums = {name: digest for digest, name in map(str.split, lines)}
+    assert sums.keys() == {p.name for p in (FOLDER / "vendor").iterdir()} - {"SHA256SUMS"}
+    for name, expected in sums.items():
+        assert hashlib.sha256((FOLDER / "vendor" / name).read_bytes()).hexdigest() == expected
+    assert b"</script" not in (FOLDER / "vendor/uPlot.iife.min.js").read_bytes()
+
+
+def test_every_text_has_its_translation() -> None:
+    texts = dict(script_parts())
+    words = dict(re.findall(r'^  \["(.*)", "(.*)"\],$', texts.pop("words"), re.M))
+    code = "\n".join(texts.values())
+    used = set(re.findall(r'\bt\("([^"]*)"', code))
+    assert used - words.keys() == set()
+    # Texts that are looked up by a variable stand in a table of the code.
+    assert [text for text in words.keys() - used if f'"{text}"' not in code and f" {text}" not in code] == []
+    for english, chinese in words.items():
+        assert sorted(re.findall(r"\{\w+\}", english)) == sorted(re.findall(r"\{\w+\}", chinese))
+
+
+def test_no_credential_leaves_and_no_path_with_hide_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET_KEY", "s3cr3t-value-123")
+    run = write(tmp_path / "run", [{"event": "save", "step": 1, "checkpoint": f"{tmp_path}/run/checkpoints/step_1"}])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"event": "note", "step": 1, "said": "s3cr3t-value-123 at https://me:pw12345@host/x"}) + "\n"
+        )
+    data = collected(run)
+    assert str(tmp_path) in to_json(data)
+    hidden = page(data, "run", hide="…/")
+    assert str(tmp_path) not in hidden
+    assert "step_1" in hidden
+    for secret in ("s3cr3t-value-123", "pw12345"):
+        assert secret not in to_json(data)
+        assert secret not in hidden
+
+
+def test_the_page_is_made_whatever_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = tmp_path / "run", tmp_path / "page.html"
+    run.mkdir()
+    with pytest.raises(UserError, match=r"has neither metrics\.jsonl nor config\.yaml"):
+        main([str(run), "--html", str(out)])
+    (run / "metrics.jsonl").write_text("")
+    main([str(run), "--html", str(out), "--no-estimate"])
+    assert f"wrote {out}" in capsys.readouterr().out
+    assert [p.name for p in tmp_path.iterdir() if p.suffix != ".html"] == ["run"]
+    with pytest.raises(UserError, match="needs --html F or --serve; give one"):
+        main([str(run)])
+    with pytest.raises(UserError, match="cannot be written"):
+        main([str(run), "--html", str(tmp_path / "no" / "page.html")])
+    out.unlink()
+    out.mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        main([str(run), "--html", str(out), "--no-estimate"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "run"]
+    with pytest.raises(UserError, match="h99"):
+        main([str(run), "--html", str(out), "--cluster", "h99:8"])
+    with pytest.raises(UserError, match="must be a port"):
+        main([str(run), "--serve", "70000"])
+
+
+@contextmanager
+def serving(run: Path) -> Iterator[Server]:
+    server = Server([run], lambda: "the page", 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def ask(url: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method, headers=headers), timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as e:
+        return e.code, ""
+
+
+def test_the_server_answers_this_host_s_browsers_and_nobody_else(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+    with serving(run) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        assert ask(server.url) == (200, "the page")
+        root = server.url.removesuffix(server.path)
+        for path in ("/", "/data?run=0&after=0", "/metrics.jsonl", server.path + "../metrics.jsonl", server.path + "x"):
+            assert ask(root + path)[0] == 404
+        for query in ("", "run=1&after=0", "run=-1&after=0", "run=0&after=-1", "run=x&after=0", "run=0"):
+            assert ask(f"{server.url}data?{query}")[0] == 404
+        assert ask(server.url, Host="evil.example:80")[0] == 403
+        assert ask(server.url, method="POST")[0] == 501
+
+
+def test_the_server_tells_each_new_line_once(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+    path = run / "metrics.jsonl"
+    live = collected(run)["runs"][0]["live"]
+    assert live == {"file": str(path.stat().st_ino), "offset": path.stat().st_size}
+    with serving(run) as server:
+
+        def new(offset: int, file: str = live["file"]) -> dict[str, Any]:
+            told: dict[str, Any] = json.loads(ask(f"{server.url}data?run=0&file={file}&after={offset}")[1])
+            return told
+
+        assert new(live["offset"]) == {"offset": live["offset"], "lines": []}
+        with path.open("a") as file:
+            file.write('{"step": 2, "loss": 0.5}\nbroken\n{"step": 3, "lo')
+        told = new(live["offset"])
+        assert told["lines"] == [{"step": 2, "loss": 0.5}]
+        with path.open("a") as file:
+            file.write('ss": null, "nonfinite": {"loss": "</script>"}}\n')
+        assert new(told["offset"])["lines"] == [{"step": 3, "loss": None, "nonfinite": {"loss": "</script>"}}]
+        assert new(10**9) == {"again": True}
+        path.rename(run / "old")
+        write(run, [{"step": 1, "loss": 2.0}])
+        assert new(live["offset"]) == {"again": True}

@@ -1,0 +1,398 @@
+"""The page of a real run in a real browser: every view, its figures beside the run's files, and no request."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.extras.view.page.collect import collect
+from megalite.extras.view.page.command import main
+from megalite.extras.view.page.embed import page as make_page
+from megalite.extras.view.page.serve import Server
+from tests.faults.harness import codes, events, metrics
+from tests.faults.zygote import Zygote
+from tests.unit.extras.view.runs import hostile_run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (.ci/peers.sh has it)")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium (apt-get install chromium)")
+
+VIEWS = ("curves", "grid", "schedule", "messages", "memory", "experts", "checkpoints", "why")
+# tp 2, pp 2, dp 2, and experts over ep 2.
+FLAGS = """
+    --arch llama --num-layers 4 --hidden-size 32 --num-heads 4 --num-kv-heads 2 --ffn-hidden-size 64 --vocab-size 256
+    --seq-len 16 --num-experts 8 --moe-topk 2 --moe-ffn-size 32 --moe-aux-loss-coeff 0.01 --mock-data --device cpu
+    --tp 2 --pp 2 --ep 2 --zero 1 --micro-batch-size 1 --global-batch-size 8 --train-steps 6 --lr 1e-3
+    --eval-every 2 --save-every 2 --keep-best 1 --record-schedule 3:6
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    zygote = Zygote()
+    try:
+        left = zygote.start([*FLAGS.split(), "--run-dir", str(folder / "run")], 8, folder).end(600)
+    finally:
+        zygote.close()
+    assert codes(left) == [0] * 8, left[0].err
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def html(run: Path) -> Path:
+    main([str(run), "--html", str(run.parent / "run.html")])
+    return run.parent / "run.html"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as p:
+        opened = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+class Seen:
+    """A page, and what it said and asked for."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.context = browser.new_context(**{"offline": url.startswith("file:"), **options})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(120_000)
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.said.append("dialog"))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(url)
+        self.page.wait_for_selector("html[data-ready]")
+
+    def open(self, view: str) -> None:
+        self.page.click(f"#tab-{view}")
+        self.page.wait_for_function("name => window.megalite.view() === name", arg=view)
+
+    def rows(self, table: str) -> list[list[str]]:
+        """The cells of a table, also of one that is folded up."""
+        script = "t => [...t.tBodies[0].rows].map(r => [...r.cells].map(c => c.textContent))"
+        return list(self.page.eval_on_selector(f"#{table}", script))
+
+    def select(self, label: str, value: str) -> None:
+        self.page.locator("label", has_text=label).locator("select").first.select_option(value)
+
+    def curve(self, name: str) -> dict[str, Any]:
+        """What is drawn of a curve."""
+        self.page.wait_for_function("n => (window.megalite.drawn('curves') || []).some(c => c.name === n)", arg=name)
+        script = "n => window.megalite.drawn('curves').find(c => c.name === n)"
+        return dict(self.page.evaluate(f"n => {{ const {{valueAt, ...rest}} = ({script})(n); return rest; }}", name))
+
+    def value(self, name: str, x: float, k: int = 0) -> Any:
+        script = "([n, x, k]) => window.megalite.drawn('curves').find(c => c.name === n).valueAt(x, k)"
+        return self.page.evaluate(script, [name, x, k])
+
+
+@pytest.fixture
+def seen(browser: Any, html: Path) -> Iterator[Seen]:
+    it = Seen(browser, html.as_uri(), viewport={"width": 1200, "height": 900})
+    yield it
+    assert it.said == []
+    assert it.asked == [html.as_uri()]
+    it.context.close()
+
+
+def manifest(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "checkpoints/latest/manifest.json").read_text())
+    return content
+
+
+def owned(run: Path, kind: str, name: str) -> dict[int, int]:
+    """Rank -> elements of a tensor in the shard that it wrote: an oracle of what ZeRO-1 gives it."""
+    out: dict[int, int] = {}
+    for file, _, _, shape in manifest(run)["tensors"][kind][name]["boxes"]:
+        out[file] = out.get(file, 0) + math.prod(shape)
+    return out
+
+
+def elements(shown: str) -> int:
+    """How many elements a cell of the page speaks of: "1,024–2,047", or "none"."""
+    if shown == "none":
+        return 0
+    first, last = (int(n.replace(",", "")) for n in shown.split("–"))
+    return last - first + 1
+
+
+def test_a_newcomer_s_ten_questions_are_answered(seen: Seen, run: Path) -> None:
+    lines = metrics(run)
+    steps = {line["step"]: line for line in lines if "event" not in line}
+
+    # 1. What was the loss at step 3, and what did the evaluation after step 4 say?
+    seen.curve("loss")
+    assert seen.value("loss", 3) == pytest.approx(steps[3]["loss"], rel=1e-6)
+    (evaluated,) = [event["loss"] for event in events(run, "eval") if event["step"] == 4]
+    assert seen.value("loss", 4, 1) == pytest.approx(evaluated, rel=1e-9)
+
+    # 2. Which ranks are in rank 5's groups? tp is fastest, then dp, then pp.
+    seen.open("grid")
+    seen.page.click('[data-rank="5"]')
+    groups = {row[0]: re.findall(r"\d", row[2]) for row in seen.rows("groups")}
+    assert groups == {"pp": ["1", "5"], "dp": ["5", "7"], "cp": ["5"], "tp": ["4", "5"], "edp": ["5"], "ep": ["5", "7"]}
+
+    # 3. Which layers does pipeline rank 1 have? Those that its ranks wrote.
+    wrote = {
+        int(name.split(".")[1])
+        for name, entry in manifest(run)["tensors"]["exp_avg"].items()
+        if name.startswith("layers.") and any(box[0] >= 4 for box in entry["boxes"])
+    }
+    (row,) = [row for row in seen.rows("stages") if row[0] == "1"]
+    assert row[2:] == [", ".join(map(str, sorted(wrote))), "4–7"] == ["2, 3", "4–7"]
+
+    # 4. What does rank 2 own of the optimizer state of layer 0's qkv_proj?
+    seen.page.click('[data-rank="2"]')
+    (row,) = [row for row in seen.rows("params") if row[0] == "layers.0.self_attn.qkv_proj.weight"]
+    assert elements(row[5]) == owned(run, "exp_avg", "layers.0.self_attn.qkv_proj.weight").get(2, 0)
+
+    # 5. Which ranks hold layer 3's expert 5?
+    seen.open("experts")
+    seen.select("Layer", "3")
+    (row,) = [row for row in seen.rows("load") if row[0] == "5"]
+    boxes = manifest(run)["tensors"]["exp_avg"]["layers.3.mlp.experts.down_proj.weight"]["boxes"]
+    holders = sorted({file for file, _, offset, shape in boxes if offset[0] <= 5 < offset[0] + shape[0]})
+    assert row[3] == ", ".join(map(str, holders)) == "6, 7"
+
+    # 6. How many tokens did it get in the last step, and how uneven was the layer?
+    told = json.loads((run / "experts.jsonl").read_text().splitlines()[-1])
+    tokens = told["tokens"][told["layers"].index(3)]
+    assert (row[1], row[2]) == (str(tokens[5]), f"{tokens[5] * 8 / sum(tokens):.3f}")
+    loads = [max(layer) * 8 / sum(layer) for layer in told["tokens"]]
+    assert max(loads) == pytest.approx(steps[6]["expert_load"])
+
+    # 7. How many bytes of gradients does a rank send per step, and over which axes?
+    seen.open("messages")
+    assert f"({steps[6]['grad_bytes_sent']:,} bytes)" in seen.page.inner_text("#measured-sent")
+    assert {"dp", "tp", "ep", "pp"} <= {row[0] for row in seen.rows("messages")}
+    sent = {row[0]: int(row[2].replace(",", "")) for row in seen.rows("sent")}
+    # Activations of a step: 4 micro-batches of 16 tokens of 32 floats, cut over tp.
+    assert sent["pp"] == 4 * 16 * 32 * 4 // 2
+
+    # 8. What waits for what in the bubble?
+    seen.open("schedule")
+    recorded = json.loads((run / "schedule/pipeline_rank_1.jsonl").read_text().splitlines()[1])
+    step = int(re.search(r"step (\d+)", seen.page.inner_text("main"))[1])  # type: ignore[index]
+    for line in (run / "schedule/pipeline_rank_1.jsonl").read_text().splitlines()[1:]:
+        recorded = json.loads(line) if json.loads(line)["step"] == step else recorded
+    _, begun, ready, _ = next(op for op in recorded["ops"] if op[0] == "F0.1")
+    (row,) = [row for row in seen.rows("ops-measured") if row[:2] == ["pp1", "F0"]]
+    assert float(row[4].replace(",", "")) == pytest.approx(1e3 * (ready - begun), rel=1e-4, abs=1e-3)
+    assert row[5] == "F0 (pp0)"
+
+    # 9. Which checkpoint is best, and how long did training wait for its save?
+    seen.open("checkpoints")
+    best = min(events(run, "eval"), key=lambda event: event["loss"])["step"]
+    assert [row[0] for row in seen.rows("folders") if row[7] == "best"] == [f"step_{best:08d}"]
+    (saved,) = [event for event in events(run, "saved") if event["step"] == best]
+    (row,) = [row for row in seen.rows("saves") if row[1] == str(best)]
+    shown, unit = row[4].split()
+    assert float(shown) * {"s": 1, "ms": 1e-3}[unit] == pytest.approx(saved["pause_s"], rel=0.01)
+    size = sum(file.stat().st_size for file in (run / f"checkpoints/step_{best:08d}").iterdir())
+    assert saved["bytes"] == size
+
+    # 10. Would it fit on one GPU?
+    seen.open("why")
+    assert "One GPU can hold it" in seen.page.inner_text("#verdict")
+    assert len(seen.rows("plan")) == 11
+    seen.open("memory")
+    assert "at most, during" in seen.page.inner_text("#peak")
+
+
+def test_what_each_rank_owns_is_what_it_wrote(seen: Seen, run: Path) -> None:
+    seen.open("grid")
+    draw = random.Random(43)
+    names = list(manifest(run)["tensors"]["exp_avg"])
+    for rank in range(8):
+        seen.page.click(f'[data-rank="{rank}"]')
+        rows = {row[0]: row[5] for row in seen.rows("params")}
+        for name in draw.sample(names, 12):
+            count = elements(rows.get(name, "none"))
+            expected = owned(run, "exp_avg", name).get(rank, 0)
+            replicated = "norm" in name or "router" in name
+            # Of what tp does not cut, the first of its ranks writes.
+            assert count == expected or (replicated and rank % 2 and expected == 0), (rank, name)
+
+
+def test_every_view_opens_by_keyboard_in_both_languages_on_a_phone_in_the_dark(browser: Any, html: Path) -> None:
+    for locale, scheme, word in (("zh-CN", "dark", "曲线"), ("en-US", "light", "Curves")):
+        it = Seen(browser, html.as_uri(), viewport={"width": 390, "height": 800}, locale=locale, color_scheme=scheme)
+        assert it.page.inner_text("#tab-curves") == word
+        it.page.focus("#tab-curves")
+        for view in VIEWS:
+            it.page.wait_for_function("name => window.megalite.view() === name", arg=view)
+            assert it.page.evaluate("document.documentElement.scrollWidth") == 390, view
+            assert "undefined" not in it.page.inner_text("main")
+            assert "[object" not in it.page.inner_text("main")
+            assert it.page.evaluate(CONTRAST) >= 4.5, view
+            it.page.keyboard.press("ArrowRight")
+        it.page.wait_for_function("() => window.megalite.view() === 'curves'")
+        it.curve("loss")
+        it.page.focus(".chart")
+        it.page.keyboard.press("Home")
+        it.page.wait_for_function("() => document.querySelector('.spoken').textContent.startsWith('loss, step 1:')")
+        it.page.keyboard.press("+")
+        assert it.curve("loss")["x"] == [1, 2.25]
+        it.page.keyboard.press("0")
+        assert it.curve("loss")["x"] == [1, 6]
+        assert it.said == []
+        it.context.close()
+
+
+# The lowest contrast of a text with the nearest color behind it.
+CONTRAST = """() => {
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const light = (c) => parse(c).slice(0, 3).map((v) => v / 255)
+    .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (n) => {
+    for (; n; n = n.parentElement) {
+      const c = parse(getComputedStyle(n).backgroundColor);
+      if (c.length < 4 || c[3] > 0) return getComputedStyle(n).backgroundColor;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const walker = document.createTreeWalker(document.getElementById("frame"), NodeFilter.SHOW_TEXT);
+  let least = 21;
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !node.offsetParent || node.closest(".skip, .key, option")) continue;
+    const [a, b] = [light(getComputedStyle(node).color), light(behind(node))];
+    least = Math.min(least, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05));
+  }
+  return least;
+}"""
+
+
+def test_pictures_have_what_they_say(seen: Seen, run: Path) -> None:
+    seen.open("schedule")
+    # Four micro-batches, forward and backward, on two pipeline ranks; measured and planned.
+    seen.page.wait_for_function("() => window.megalite.drawn('schedule').lanes.every(n => n === 16)")
+    seen.page.get_by_role("button", name="zoom in").click()
+    assert seen.page.evaluate("window.megalite.drawn('schedule').lanes.every(n => n < 16)")
+    canvas = seen.page.locator("canvas").first
+    canvas.focus()
+    seen.page.keyboard.press("ArrowDown")
+    assert re.match(r"pp1, F0: forward, micro-batch 0, stage 1", seen.page.inner_text("#operation"))
+    for view in ("schedule", "memory", "experts"):
+        seen.open(view)
+        seen.page.wait_for_function(
+            """() => { const c = document.querySelector("main canvas"); if (!c.width) return false;
+            const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data; const colors = new Set();
+            for (let i = 0; i < d.length; i += 4) colors.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);
+            return colors.size > 3; }"""
+        )
+    seen.open("messages")
+    seen.select("Operation", seen.page.eval_on_selector_all("main select:last-of-type option", LAST_ALL_REDUCE))
+    for _ in range(14):
+        seen.page.get_by_role("button", name="step", exact=True).click()
+    # After 2 (n - 1) steps of a ring of 8, every rank has every sum.
+    assert "Step 14 of 14" in seen.page.inner_text("#collective")
+    assert seen.page.inner_text("#collective").count("8/8") == 64
+
+
+LAST_ALL_REDUCE = "os => os.filter(o => o.textContent === 'world: all_reduce').pop().value"
+
+
+def test_two_runs_lie_over_each_other(browser: Any, run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    lines = [{"event": "start", "step": 0}, *({"step": s, "loss": float(s)} for s in (2, 5, 9, 12))]
+    lines += [{"event": "resume", "step": 9}, {"step": 10, "loss": -1.0}]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "both.html"
+    main([str(run), str(other), "--html", str(out), "--no-estimate"])
+    it = Seen(browser, out.as_uri())
+    assert it.curve("loss")["runs"] == ["run", "run evaluation", "other"]
+    assert it.curve("loss")["x"] == [1, 10]
+    assert [it.value("loss", x, 2) for x in (2, 5, 9, 10)] == [2, 5, 9, -1]
+    first = next(line["loss"] for line in metrics(run) if line.get("step") == 2 and "event" not in line)
+    assert it.value("loss", 2) == pytest.approx(first, rel=1e-6)
+    it.select("Run of all views", "1")
+    it.open("memory")
+    assert "could not be made" in it.page.inner_text("main")
+    assert it.said == []
+    it.context.close()
+
+
+def test_a_hostile_folder_runs_nothing(browser: Any, tmp_path: Path) -> None:
+    run, out = hostile_run(tmp_path), tmp_path / "page.html"
+    main([str(run), "--html", str(out), "--no-estimate"])
+    it = Seen(browser, out.as_uri())
+    for view in VIEWS:
+        it.open(view)
+        assert it.page.evaluate("typeof window.pwned") == "undefined"
+        assert it.page.inner_text("main")
+    it.open("curves")
+    for name in it.page.eval_on_selector_all("main select option", "os => os.map(o => o.value)"):
+        if name not in ("", "step", "tokens", "time"):
+            it.select("Another curve", name)
+    it.page.click("summary >> nth=0")
+    shown = it.page.inner_text("#events")
+    assert "</script><script>window.pwned=1</script>" in shown
+    assert "\\u202egnirts" in shown
+    assert "\u202e" not in it.page.inner_text("body")
+    assert (it.said, len(it.asked)) == ([], 1)
+    it.context.close()
+    # What the policy is for: markup that got in after all would not run.
+    planted = out.read_text().replace(
+        "<noscript>", "<script>window.pwned=1</script><img src=x onerror=pwned=1><noscript>"
+    )
+    out.write_text(planted)
+    it = Seen(browser, out.as_uri())
+    assert it.page.evaluate("typeof window.pwned") == "undefined"
+    assert any("Content Security Policy" in text for text in it.said)
+    it.context.close()
+
+
+def test_a_served_page_follows_the_run(browser: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    path = run / "metrics.jsonl"
+    path.write_text('{"event": "start", "step": 0}\n{"step": 1, "loss": 1.0}\n')
+
+    def make() -> str:
+        return make_page(collect([("run", run)], "now", 20_000, None, estimate=False), "run", live=True)
+
+    server = Server([run], make, 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        it = Seen(browser, server.url)
+        with path.open("a") as file:
+            file.writelines(f'{{"step": {s}, "loss": {1 / s}}}\n' for s in range(2, 102))
+            file.write('{"step": 102, ')
+        it.page.wait_for_function("() => document.querySelector('.status').textContent.includes('101')")
+        assert it.curve("loss")["points"] == 101
+        assert it.value("loss", 77) == pytest.approx(1 / 77)
+        # Steps made again: the page is made anew.
+        with path.open("a") as file:
+            file.write('"loss": 0}\n{"event": "resume", "step": 50}\n{"step": 51, "loss": 9}\n')
+        it.page.wait_for_function("() => (window.megalite.drawn('curves') || [{}])[0].points === 51")
+        assert it.value("loss", 51) == 9
+        # A new run in the same folder.
+        (run / "new").write_text('{"event": "start", "step": 0}\n{"step": 1, "loss": 4.0}\n')
+        (run / "new").rename(path)
+        it.page.wait_for_function("() => (window.megalite.drawn('curves') || [{}])[0].points === 1")
+        assert all(url.startswith(server.url) for url in it.asked)
+        assert it.said == []
+        it.context.close()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
