@@ -29,7 +29,7 @@ from megalite.runtime.checkpoint.hf.start import hf_model_config
 from megalite.runtime.data import Samples
 from megalite.runtime.loop.loop import StepCallback, fit
 from megalite.runtime.recover.rehearse import rehearse
-from megalite.runtime.recover.restore import find_hub
+from megalite.runtime.recover.restore import find_hub, identity_of
 from megalite.runtime.start.exit import leaving_together
 from megalite.runtime.start.inputs import with_vocab_size
 
@@ -44,7 +44,7 @@ def main(
     if parsed.config.run.recover != "none" and not (parsed.print_config or parsed.dry_run):
         if not isinstance(companion, GuardedRank):
             become_guard(parsed.config.run.spare_ranks)
-        companion.wait_for_turn(find_hub, rehearse)
+        companion.wait_for_turn(find_hub, rehearse, identity_of(parsed.config), parsed.config.run.elastic)
     cfg = settle_layout(parsed)
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.

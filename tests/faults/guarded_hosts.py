@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.harness import RUN
-from tests.faults.networks import networks, pids_in
+from tests.faults.networks import networks, pids_in, store_in
 from tests.faults.zygote import Job, Left, Zygote
 from tests.ranks import ROOT, reserve_port
 
@@ -27,22 +27,47 @@ class Hosts:
     def __init__(self, address: str, names: list[str]) -> None:
         self.address, self.names = address.replace(".254", ".1"), names
         self.zygotes: list[Zygote] = []
+        self.start: Callable[..., Job]
+
+    def come_back(self, rank: int) -> Job:
+        """Start a lost rank of the last run again, as its launcher would; return once it is in reserve."""
+        job = self.start(rank)
+        guard = job.pid(0)
+        job.zygote.until(lambda: len(os.listdir(f"/proc/{guard}/task")) > 1, 120)
+        return job
 
     def begin(
-        self, folder: Path, flags: list[str], spares: int, *faults: dict[str, Any], each: int = 1, count: int = 3
+        self,
+        folder: Path,
+        flags: list[str],
+        spares: int,
+        *faults: dict[str, Any],
+        each: int = 1,
+        count: int = 3,
+        launched: bool = False,
     ) -> list[Job]:
-        """Start a run with so many ranks on each of so many hosts, the last ones in reserve."""
+        """Start a run with so many ranks on each of so many hosts, the last ones in reserve.
+
+        `launched`: as torchrun does, with a store on the first host that outlives its ranks: lost ones may `come_back`.
+        """
         folder.mkdir(exist_ok=True)
         self.zygotes += [Zygote(["ip", "netns", "exec", name]) for name in self.names[len(self.zygotes) : count]]
-        world, port, jobs = each * count, reserve_port(), []
-        for rank in range(world):
-            launched = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": world, "MASTER_ADDR": self.address}
-            env = {**launched, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "eth0"}
-            own, said = [{**fault, "rank": 0} for fault in faults if fault["rank"] == rank], folder / f"rank_{rank}"
+        world, port, jobs = each * count, reserve_port(), list[Job]()
+        env = {"WORLD_SIZE": world, "MASTER_ADDR": self.address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "eth0"}
+        if launched:
+            self.store = store_in(self.names[0], self.address, port)
+            env |= {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        arguments = [*RUN, "--run-dir", str(folder / "run"), *flags, *RECOVER, str(spares)]
+
+        def start(rank: int, *own: dict[str, Any]) -> Job:
+            said = folder / f"rank_{rank}"
             said.mkdir(exist_ok=True)
-            arguments = [*RUN, "--run-dir", str(folder / "run"), *flags, *RECOVER, str(spares)]
-            words = {key: str(value) for key, value in env.items()}
-            jobs.append(self.zygotes[rank // each].start(arguments, 1, said, *own, env=words))
+            words = {key: str(value) for key, value in {**env, "RANK": rank, "LOCAL_RANK": rank % each}.items()}
+            return self.zygotes[rank // each].start(arguments, 1, said, *own, env=words)
+
+        self.start = start
+        for rank in range(world):
+            jobs.append(start(rank, *({**fault, "rank": 0} for fault in faults if fault["rank"] == rank)))
         for job in jobs[world - spares :]:
             # Not before the reserves are with the others: then a guard has a thread for what it keeps.
             guard = job.pid(0)

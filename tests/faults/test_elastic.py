@@ -48,23 +48,30 @@ def assert_as(run: Path, whole: Path) -> None:
 
 
 def test_a_host_of_four(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
-    """Eight micro-batches on three ranks, as 2 3 3; there is no checkpoint that could have been read."""
+    """Eight micro-batches on three ranks, as 2 3 3, and on four once it is back; no checkpoint could have been read."""
     flags, folder, run = ["--zero", "1"], tmp_path / "hit", tmp_path / "hit" / "run"
     whole = undisturbed(zygote, tmp_path / "whole", 4, flags)
-    jobs = hosts.begin(folder, [*flags, *ELASTIC], 0, waits_at(5, folder), count=4)
-    jobs[0].wait_for(0, "step 4/")
+    later = {**waits_at(6, folder), "path": str(folder / "go further")}
+    flags += [*ELASTIC, "--grow-after", "0"]
+    jobs = hosts.begin(folder, flags, 0, waits_at(4, folder), later, count=4, launched=True)
+    jobs[0].wait_for(0, "step 3/")
     hosts.power_off(1)
     jobs[0].wait_for(0, "back to step ")
     (folder / "go on").touch()
+    jobs[0].wait_for(0, "step 5/")
+    jobs.append(hosts.come_back(1))
+    (folder / "go further").touch()
     left = end(jobs)
-    assert codes(left) == [0, KILLED, 0, 0], left
+    assert codes(left) == [0, KILLED, 0, 0, 0], left
     assert "is lost (rank 1): dp 4 -> 3, 8 micro-batches as 2 3 3: back to step" in left[0].err
+    assert "joins (rank 3): dp 3 -> 4, 8 micro-batches as 2 2 2 2: on from step" in left[0].err
     assert_as(run, whole)
     assert repeated(run) <= 1
-    (resize,) = events(run, "resize")
-    assert (resize["from"], resize["to"], resize["reserve"], resize["round"]) == (4, 3, 0, 1)
-    at = metrics(run).index(resize)
-    for part, ranks in ((metrics(run)[:at], 4), (metrics(run)[at:], 3)):
+    sizes = [tuple(event[name] for name in ("from", "to", "reserve", "round")) for event in events(run, "resize")]
+    assert sizes == [(4, 3, 0, 1), (3, 4, 0, 2)]
+    assert [event["round"] for event in events(run, "recovery")] == [1]
+    shrunk, grown = (metrics(run).index(event) for event in events(run, "resize"))
+    for part, ranks in ((metrics(run)[:shrunk], 4), (metrics(run)[shrunk:grown], 3), (metrics(run)[grown:], 4)):
         assert {line["ranks"] for line in part if "event" not in line} == {ranks}
     zygote.until(lambda: not members_of(tmp_path), 30)
 

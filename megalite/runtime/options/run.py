@@ -81,6 +81,8 @@ class RunConfig:
     """With --recover host: without a spare rank left, go on with fewer replicas, the same samples, loss and norm."""
     min_ranks: int = 0
     """With --elastic: with fewer ranks than this the last state is saved, and the exit code is 75. 0: one replica."""
+    grow_after: float = 60.0
+    """With --elastic: seconds from a loss or a change until hosts that have come back may join."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
     """On a loss spike: ignore it, skip its update, or rewind to the last checkpoint and skip the samples since then."""
     spike_threshold: float = 1.5

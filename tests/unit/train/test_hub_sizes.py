@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megalite.runtime.recover.hub import Hub
-from megalite.runtime.recover.messages import Break, End, FromHub, Go, Hello, Killed, StandIn
+from megalite.runtime.recover.messages import Break, End, FromHub, Go, Hello, Killed, Listen, StandIn
 from megalite.runtime.recover.offsite import first_number
-from megalite.runtime.recover.peers import Peer, describe_loss
+from megalite.runtime.recover.peers import LOST, Peer, describe
 
 Places = dict[tuple[int, int], list[int]]
 
@@ -74,7 +74,8 @@ class Guard:
 class Run:
     def __init__(self, world: int, unit: int, fewest: int = 0, spares: int = 0) -> None:
         self.loop = Timers()
-        self.hub = Hub(self.loop, world, 100, False, True, spares, unit, fewest)  # type: ignore[arg-type]
+        listen = Listen(world, 100, alone=False, elsewhere=True, unit=unit, fewest=fewest, grow_after=60.0)
+        self.hub = Hub(self.loop, listen, spares)  # type: ignore[arg-type]
         self.guards = [Guard(self.hub, rank, rank) for rank in range(world)]
 
     def copy(self, *numbers: int) -> None:
@@ -330,7 +331,7 @@ def test_how_a_loss_is_told() -> None:
 
     def told(*ranks: int) -> str:
         left = [peer for peer in peers if peer.rank not in ranks]
-        return describe_loss([peers[rank] for rank in ranks], ranks, left)
+        return describe({rank: peers[rank] for rank in ranks}, left, LOST)
 
     assert told(4, 5, 6, 7) == "host node1 is lost (ranks 4 to 7)"
     assert told(*range(4, 12)) == "host node1 is lost (ranks 4 to 7) and host node2 is lost (ranks 8 to 11)"
@@ -346,8 +347,6 @@ def test_no_step_is_lost_that_is_whole_somewhere(made: list[Run], seed: int) -> 
     run, number, layouts = begin(made, random.choice([4, 6, 8]), unit), 0, {}
     layouts[0] = len(run.guards)
     for _ in range(12):
-        trainers = [guard for guard in run.guards if guard.rank >= 0]
-        world, layout = len(trainers), trainers[0].layout
         for _ in range(random.choice([0, 1, 2, 4])):
             number = max(number + 1, first_number(run.hub._round))
             # The last one may be cut short on some, or not have reached their keepers.
@@ -369,7 +368,7 @@ def test_no_step_is_lost_that_is_whole_somewhere(made: list[Run], seed: int) -> 
         ranks = sorted(go.rank for go in goes if go.rank >= 0)
         assert ranks == [*range(len(ranks))]
         assert len(ranks) % unit == 0
-        assert len(ranks) == (world if len(left) >= world else len(left) // unit * unit)
+        assert len(ranks) == min(len(left) // unit * unit, layouts[0])
         first = goes[0]
         layouts[first.layout] = len(ranks)
         assert [*first.numbers[:1]] == newest
@@ -377,7 +376,7 @@ def test_no_step_is_lost_that_is_whole_somewhere(made: list[Run], seed: int) -> 
             lender = next(guard for guard in left if guard.number == port)
             assert set(first.numbers) <= set(lender.has[first.source, rank])
         for guard, go in zip(run.guards, goes):
-            assert first.lenders or not newest or go.rank < 0 or go.fetch or newest[0] in guard.has[layout, go.rank]
+            assert first.lenders or not newest or go.rank < 0 or go.fetch or newest[0] in guard.has[go.layout, go.rank]
         run.settle()
 
 
