@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,11 @@ class Hosts:
             env |= {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         arguments = [*RUN, "--run-dir", str(folder / "run"), *flags, *RECOVER, str(spares)]
 
-        def start(rank: int, *own: dict[str, Any]) -> Job:
+        def start(rank: int, *own: dict[str, Any], more: Sequence[str] = ()) -> Job:
             said = folder / f"rank_{rank}"
             said.mkdir(exist_ok=True)
             words = {key: str(value) for key, value in {**env, "RANK": rank, "LOCAL_RANK": rank % each}.items()}
-            return self.zygotes[rank // each].start(arguments, 1, said, *own, env=words)
+            return self.zygotes[rank // each].start([*arguments, *more], 1, said, *own, env=words)
 
         self.start = start
         for rank in range(world):

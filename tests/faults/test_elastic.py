@@ -6,6 +6,7 @@ Network namespaces stand for hosts. What is lost with one are all its processes,
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megalite.runtime.recover.hub import UNFINISHED
 from tests.faults import guarded_hosts
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
-from tests.faults.harness import FOREVER, RUN, codes, committed, events, metrics, repeated, waits_at
+from tests.faults.harness import FOREVER, RUN, STEPS, codes, committed, evaluations, events, metrics, repeated, waits_at
 from tests.faults.zygote import Zygote, members_of
 
 pytestmark = pytest.mark.root
@@ -94,6 +95,79 @@ def test_a_pipeline_of_two_replicas(hosts: Hosts, zygote: Zygote, tmp_path: Path
     resized = [(event["from"], event["to"], event["reserve"]) for event in events(run, "resize")]
     # Where the two ranks had no copy of their own yet, these come from the four of before once more.
     assert resized in ([(4, 2, 1)], [(4, 2, 1), (2, 2, 0)])
+
+
+@pytest.mark.full
+def test_ranks_that_are_left_over_join_with_one_that_comes_back(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """A replica of a pipeline is complete again; evaluations and saves that are due at that step are not forgotten."""
+    flags, folder, run = ["--pp", "2", "--eval-every", "1", "--eval-steps", "1"], tmp_path / "hit", tmp_path / "hit/run"
+    whole = undisturbed(zygote, tmp_path / "whole", 4, flags)
+    later = {**waits_at(6, folder), "path": str(folder / "go further")}
+    flags += ["--elastic", "--save-every", "1", "--keep-last", "10", "--grow-after", "0"]
+    jobs = hosts.begin(folder, flags, 0, waits_at(4, folder), later, count=4, launched=True)
+    jobs[0].wait_for(0, "step 3/")
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "dp 2 -> 1, 8 micro-batches as 8, 1 rank in reserve: back to step ")
+    (folder / "go on").touch()
+    jobs[0].wait_for(0, "step 5/")
+    jobs.append(hosts.come_back(1))
+    (folder / "go further").touch()
+    left = end(jobs)
+    assert codes(left) == [0, KILLED, 0, 0, 0], left
+    assert_as(run, whole)
+    assert [(event["from"], event["to"], event["reserve"]) for event in events(run, "resize")] == [(4, 2, 1), (2, 4, 0)]
+    assert repeated(run) <= 1
+    assert evaluations(run) == pytest.approx(evaluations(whole), rel=1e-5)
+    assert committed(run) == {f"step_{step:08d}" for step in range(1, STEPS + 1)}
+
+
+@pytest.mark.full
+def test_a_host_that_is_told_to_stop(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """It leaves after a step, and the others go on; told all together, the run saves and ends."""
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", 3, [])
+    later = {**waits_at(8, folder), "path": str(folder / "go further")}
+    jobs = hosts.begin(folder, [*ELASTIC, "--grow-after", "0"], 0, waits_at(4, folder), later, launched=True)
+    jobs[0].wait_for(0, "step 3/")
+    os.kill(jobs[2].pid(0), signal.SIGTERM)
+    (folder / "go on").touch()
+    jobs[0].wait_for(0, "leaves (rank 2): dp 3 -> 2, 8 micro-batches as 4 4: on from step ")
+    assert codes(end(jobs[2:])) == [0]
+    jobs[2] = hosts.come_back(2)
+    jobs[0].wait_for(0, "joins (rank 2): dp 2 -> 3, 8 micro-batches as 2 3 3: on from step ")
+    jobs[0].wait_for(0, "step 7/")
+    for job in reversed(jobs):
+        os.kill(job.pid(0), signal.SIGTERM)
+    (folder / "go further").touch()
+    left = end(jobs)
+    assert codes(left) == [0, 0, 0], left
+    assert repeated(run) == 0
+    assert not events(run, "recovery")
+    assert committed(run) == {f"step_{STEPS:08d}"}
+    assert_as(run, whole)
+
+
+@pytest.mark.full
+def test_a_silent_reserve_and_a_host_of_another_version(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """A reserve that took a lost rank's place and said nothing more ended the run, as the other would have."""
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", 3, [])
+    later = {**waits_at(7, folder), "path": str(folder / "go further")}
+    jobs = hosts.begin(folder, ELASTIC, 1, waits_at(5, folder), later, count=4, launched=True)
+    jobs[0].wait_for(0, "step 4/")
+    os.kill(jobs[3].pid(0), signal.SIGSTOP)
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "dp 3 -> 2, 8 micro-batches as 4 4: back to step ", within=180)
+    os.kill(jobs[3].pid(0), signal.SIGCONT)
+    (folder / "go on").touch()
+    jobs[0].wait_for(0, "step 6/")
+    (other,) = hosts.start(1, more=["--lr", "2e-3"]).end(120)
+    (folder / "go further").touch()
+    left = end(jobs)
+    assert codes(left) == [0, KILLED, 0, KILLED], left
+    assert other.code == KILLED
+    assert "has other options or another version of megalite than the run" in other.err
+    assert_as(run, whole)
 
 
 @pytest.mark.full

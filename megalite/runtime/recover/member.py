@@ -77,6 +77,12 @@ def survives_hosts(argv: Sequence[str]) -> bool:
     return spare_ranks(argv) > 0 or _value_of("--recover", argv) == "host"
 
 
+def goes_on_with_fewer(argv: Sequence[str]) -> bool:
+    """Whether a command line's run goes on with the hosts that are left, and takes back those that return."""
+    asked = [word for word in argv if word in ("--elastic", "--no-elastic")]
+    return asked[-1:] == ["--elastic"] and _value_of("--recover", argv) == "host"
+
+
 def _value_of(flag: str, argv: Sequence[str]) -> str:
     """Return the last value of a flag of a command line; "" where it has none."""
     value = ""
