@@ -28,6 +28,7 @@ class Hosts:
         self.address, self.names = address.replace(".254", ".1"), names
         self.zygotes: list[Zygote] = []
         self.start: Callable[..., Job]
+        self.again: Callable[[int], None]
 
     def come_back(self, rank: int) -> Job:
         """Start a lost rank of the last run again, as its launcher would; return once it is in reserve."""
@@ -76,15 +77,23 @@ class Hosts:
 
     @contextlib.contextmanager
     def torchrun(self, folder: Path, flags: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-        """Start a rank on each of three hosts by torchrun, which write to said_HOST; power all off at the end."""
+        """Start a rank on each of three hosts by torchrun, which write to said_HOST; power all off at the end.
+
+        `again` starts that of a host once more.
+        """
         env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        port, launchers = str(reserve_port()), []
-        for host, name in enumerate(self.names[:3]):
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "3"]
-            command += ["--node-rank", str(host), "--nproc-per-node", "1", "--master-addr", self.address]
-            command += ["--master-port", port, str(ROOT / "pretrain_gpt.py"), *flags]
-            with (folder / f"said_{host}").open("w") as log:
+        port, launchers = str(reserve_port()), list[subprocess.Popen[bytes]]()
+
+        def start(host: int) -> None:
+            command = ["ip", "netns", "exec", self.names[host], sys.executable, "-m", "torch.distributed.run"]
+            command += ["--nnodes", "3", "--node-rank", str(host), "--nproc-per-node", "1"]
+            command += ["--master-addr", self.address, "--master-port", port, str(ROOT / "pretrain_gpt.py"), *flags]
+            with (folder / f"said_{host}").open("a") as log:
                 launchers.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+
+        self.again = start
+        for host in (0, 1, 2):
+            start(host)
         try:
             yield launchers
         finally:

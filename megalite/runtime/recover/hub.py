@@ -304,6 +304,8 @@ class Hub:
         given_up = self._silent if last else self._silent - self._lost
         for peer in [peer for rank, peer in self._guards.items() if rank in given_up]:
             self._give_up_on(peer)
+        if number != self._round:
+            return  # that was all
         met = len(self._silent) == len(self._vacant) and not self._gave_up
         enough = met and self._unit and (not self._vacant or self._fitting())
         if not (last or enough or self._silent - self._lost):

@@ -364,14 +364,16 @@ def test_a_host_with_other_options_is_refused(made: list[Run]) -> None:
     assert run.hub._reserves == []
 
 
-def test_who_took_a_lost_place_and_says_nothing_is_given_up(made: list[Run]) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_who_took_a_lost_place_and_says_nothing_is_given_up(made: list[Run], together: bool) -> None:
     """It ended the run. So does nobody who does not hear that a round begins: the others would wait for ten minutes."""
     run = begin(made, 4, 1)
     silent = Guard(run.hub, 9, -1)
     run.copy(1)
     run.lose(1)
     assert silent.told[-1] == Break(0)
-    run.loop.timers[-1]()
+    # With all that the round waits for, or as one that came later.
+    run.hub._give_up_waiting(0) if together else run.loop.timers[-1]()
     assert silent.told[-1] == End(-signal.SIGKILL, "", kill=True)
     assert {(go.world, go.was, go.cause) for go in run.goes().values()} == {(3, 4, "host node9 is lost (rank 1)")}
     run.copy(first_number(1))
