@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import show_help_if_asked
@@ -44,7 +45,8 @@ def main(
     if parsed.config.run.recover != "none" and not (parsed.print_config or parsed.dry_run):
         if not isinstance(companion, GuardedRank):
             become_guard(parsed.config.run.spare_ranks)
-        companion.wait_for_turn(find_hub, rehearse, identity_of(parsed.config), parsed.config.run.elastic)
+        identify = partial(identity_of, parsed.config)
+        companion.wait_for_turn(find_hub, rehearse, identify, parsed.config.run.elastic)
     cfg = settle_layout(parsed)
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.

@@ -158,7 +158,11 @@ class GuardedRank(Companion):
         signal_when_parent_dies(signal.SIGKILL)
 
     def wait_for_turn(
-        self, find_hub: Callable[[bool], str], rehearse: Callable[[], None], identity: str = "", elastic: bool = False
+        self,
+        find_hub: Callable[[bool], str],
+        rehearse: Callable[[], None],
+        identify: Callable[[], str] = str,
+        elastic: bool = False,
     ) -> None:
         """Return when this process is to be the rank.
 
@@ -166,7 +170,7 @@ class GuardedRank(Companion):
             find_hub: called if the guard of this rank knows no other, with whether it is in reserve: if not, the run
                 may have begun, and its place be taken. Returns what `meet` takes, "" if the run has not begun.
             rehearse: called if the turn does not come at once.
-            identity: see `Listen`.
+            identify: called if there is a hub; returns the identity, see `Listen`.
             elastic: whether hosts may come and go.
         """
         self.say(messages.Here())
@@ -177,7 +181,7 @@ class GuardedRank(Companion):
         if hub or not isinstance(told, messages.Turn):
             rehearse()  # before the others know of this one, and wait for it
             if hub:
-                self.meet(-1, hub, elsewhere=True, leaves=elastic, identity=identity)
+                self.meet(-1, hub, elsewhere=True, leaves=elastic, identity=identify())
             self.turn, self.slots = self._receive(messages.Turn)
         else:
             self.turn = told
