@@ -176,13 +176,14 @@ def test_pods_of_an_elastic_run_leave_and_come_back(pods: Pods, tmp_path: Path) 
     run = tmp_path / "run"
     pods.create({"WAIT": "0:never"}, ["--elastic", "--grow-after", "0", *FOREVER])
     pods.until(lambda: "step 3/" in pods.said())
-    changes = [(1, "kill", "is lost (rank 1)"), (2, "terminate", "leaves (rank 1)")]
-    for pod, action, words in changes:
-        pods.kill(pod) if action == "kill" else pods.processes[pod].terminate()
-        pods.until(lambda words=words: f"{words}: dp 3 -> 2" in pods.said())  # type: ignore[misc]
+    # In another order each time: who has come back is the last rank.
+    for number, (pod, words) in enumerate([(1, "is lost"), (2, "leaves")]):
+        pods.processes[pod].terminate() if number else pods.kill(pod)
+        pods.until(lambda words=words: f"{words} (rank 1): dp 3 -> 2" in pods.said())  # type: ignore[misc]
         pods.again(pod)
-        pods.until(lambda: pods.said().count("joins (rank 2): dp 2 -> 3") == len(events(run, "resize")) // 2)
-    pods.until(lambda: len(events(run, "resize")) == 4)
+        changes = 2 * number + 2
+        pods.until(lambda changes=changes: len(events(run, "resize")) == changes)  # type: ignore[misc]
+        assert pods.said().count("joins (rank 2): dp 2 -> 3") == number + 1
     # The whole run is told to stop with its first pod, and is to be continued.
     pods.processes[0].terminate()
     assert [pods.end(pod) for pod in range(PODS)] == [75] * PODS, pods.said()
