@@ -116,7 +116,8 @@ class Hub:
             link.close()
             return
         peer = Peer(link, message.rank, message.port, message.network, message.host)
-        if peer.rank < 0 and message.identity != self._identity:
+        # Stand-ins are forks of those that are here.
+        if peer.rank < 0 and message.identity != self._identity and not self._stood_in:
             link.heard = lambda _: None
             link.send(messages.Refuse(f"{peer.host} {_OTHER}"))
             say(0, f"host {peer.host} is not taken in reserve: it {_OTHER}")

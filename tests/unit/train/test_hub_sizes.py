@@ -261,6 +261,10 @@ def test_without_a_whole_replica_the_run_saves(made: list[Run]) -> None:
     run.copy(1)
     run.lose(1)
     assert [guard.number for guard in run.guards if isinstance(guard.told[-1], StandIn)] == [3]
+    run.hub._identity = "which stand-ins do not know"
+    run.guards.append(Guard(run.hub, 9, -1))
+    run.guards[-1].answers(0)
+    assert {go.world for go in run.goes().values()} == {0}
 
 
 def test_spare_ranks_come_first(made: list[Run]) -> None:
