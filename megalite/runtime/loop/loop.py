@@ -123,10 +123,12 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
         catch_up(run, progress)
         while run.step < cfg.train.train_steps and not progress.stop:
             result, record = one_step(run, progress)
+            pauses = _is_asked_to_pause(run, progress)
             if result.spiked and cfg.run.on_spike == "rewind" and go_back(run, result, progress):
                 continue
             count_bad_steps(run, result, progress)
-            pauses = _pauses(run, progress)
+            # After a bad step there is no state to go on from.
+            pauses &= not progress.bad_steps and run.step < cfg.train.train_steps
             if not progress.bad_steps and (pauses or run.step % cfg.run.recover_every == 0):
                 keep_copy(run)
             if not pauses:
@@ -241,11 +243,11 @@ def _is_asked_to_stop(run: Run, progress: Progress, step: int) -> bool:
     return run.stop_asked or progress.is_over(options.max_minutes) or (every > 0 and step % every == 0)
 
 
-def _pauses(run: Run, progress: Progress) -> bool:
-    """Whether all ranks wait here for the next round, in which ranks come or go; every rank calls it.
+def _is_asked_to_pause(run: Run, progress: Progress) -> bool:
+    """Whether all ranks are to wait for the next round, in which ranks come or go; every rank calls it.
 
-    What is due after the step, an evaluation or a save, is then left to those who take over. A run that is to stop
-    stops, and after a bad step there is no state to go on from.
+    What is due after the step, an evaluation or a save, is then left to those who take over. A run that is to stop, too,
+    stops; one that is not does not.
     """
     options = run.engine.cfg.run
     if not (progress.stop and options.elastic and run.copies):
@@ -254,7 +256,7 @@ def _pauses(run: Run, progress: Progress) -> bool:
     if any(gather_texts(stops, run.engine.ctx.world, run.engine.ctx.device)):
         return False
     progress.stop = False
-    return not progress.bad_steps and run.step < run.engine.cfg.train.train_steps
+    return True
 
 
 def _check_weight(run: Run, targets: float) -> None:
