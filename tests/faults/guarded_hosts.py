@@ -68,7 +68,7 @@ class Hosts:
 
         self.start = start
         for rank in range(world):
-            jobs.append(start(rank, *({**fault, "rank": 0} for fault in faults if fault["rank"] == rank)))
+            jobs.append(start(rank, *({**fault, "rank": 0} for fault in faults if fault["rank"] in (rank, "all"))))
         for job in jobs[world - spares :]:
             # Not before the reserves are with the others: then a guard has a thread for what it keeps.
             guard = job.pid(0)

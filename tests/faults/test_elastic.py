@@ -17,7 +17,19 @@ from megalite.runtime.recover.hub import UNFINISHED
 from tests.faults import guarded_hosts
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
-from tests.faults.harness import FOREVER, RUN, STEPS, codes, committed, evaluations, events, metrics, repeated, waits_at
+from tests.faults.harness import (
+    FOREVER,
+    RUN,
+    STEPS,
+    codes,
+    committed,
+    evaluations,
+    events,
+    in_batch,
+    metrics,
+    repeated,
+    waits_at,
+)
 from tests.faults.zygote import Zygote, members_of
 
 pytestmark = pytest.mark.root
@@ -26,10 +38,10 @@ ELASTIC = ["--elastic", "--save-every", "0"]
 KILLED = -signal.SIGKILL
 
 
-def undisturbed(zygote: Zygote, folder: Path, world: int, flags: list[str]) -> Path:
+def undisturbed(zygote: Zygote, folder: Path, world: int, flags: list[str], *faults: dict[str, Any]) -> Path:
     folder.mkdir()
     arguments = [*RUN, "--save-every", "0", "--run-dir", str(folder / "run"), *flags]
-    assert codes(zygote.start(arguments, world, folder).end()) == [0] * world
+    assert codes(zygote.start(arguments, world, folder, *faults).end()) == [0] * world
     return folder / "run"
 
 
@@ -120,6 +132,33 @@ def test_ranks_that_are_left_over_join_with_one_that_comes_back(hosts: Hosts, zy
     assert repeated(run) <= 1
     assert evaluations(run) == pytest.approx(evaluations(whole), rel=1e-5)
     assert committed(run) == {f"step_{step:08d}" for step in range(1, STEPS + 1)}
+
+
+@pytest.mark.full
+def test_a_host_comes_back_at_a_step_that_is_rewound(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """All were to wait after it; that they went back instead ended the run, as if it had been told to stop."""
+    flags, folder, run = ["--on-spike", "rewind", "--train-steps", "13"], tmp_path / "hit", tmp_path / "hit" / "run"
+    flags += ["--save-every", "4"]
+    whole = undisturbed(zygote, tmp_path / "whole", 3, flags, in_batch("spike", 88))
+    later = {**waits_at(11, folder), "path": str(folder / "go further")}
+    flags += ["--elastic", "--grow-after", "0"]
+    jobs = hosts.begin(folder, flags, 0, waits_at(4, folder), later, in_batch("spike", 88), launched=True)
+    jobs[0].wait_for(0, "step 3/")
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "dp 3 -> 2")
+    (folder / "go on").touch()
+    jobs[0].wait_for(0, "step 10/")
+    jobs.append(hosts.come_back(1))
+    (folder / "go further").touch()
+    left = end(jobs)
+    assert codes(left) == [0, KILLED, 0, 0], left
+    assert [(event["from"], event["to"]) for event in events(run, "resize")] == [(3, 2), (2, 3)]
+    assert len(events(run, "rewind")) == len(events(whole, "rewind")) == 1
+    last, expected = ({line["step"]: line for line in lines(folder)} for folder in (run, whole))
+    assert {step: line["loss"] for step, line in last.items()} == pytest.approx(
+        {step: line["loss"] for step, line in expected.items()}, rel=1e-5
+    )
+    assert last[13]["consumed_samples"] == expected[13]["consumed_samples"]
 
 
 @pytest.mark.full

@@ -246,8 +246,8 @@ def _is_asked_to_stop(run: Run, progress: Progress, step: int) -> bool:
 def _is_asked_to_pause(run: Run, progress: Progress) -> bool:
     """Whether all ranks are to wait for the next round, in which ranks come or go; every rank calls it.
 
-    What is due after the step, an evaluation or a save, is then left to those who take over. A run that is to stop, too,
-    stops; one that is not does not.
+    What is due after the step, an evaluation or a save, is then left to those who take over. A run that is to stop as
+    well stops.
     """
     options = run.engine.cfg.run
     if not (progress.stop and options.elastic and run.copies):
