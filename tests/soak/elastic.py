@@ -130,9 +130,13 @@ class Soak:
                 assert off < PRECISE, (line["step"], name, line[name], want[name])
                 self.seconds[f"largest difference of {name}"].append(off)
             assert (line["lr"], line["consumed_samples"]) == (want["lr"], want["consumed_samples"]), line
-        for event in events(run, "resize"):
-            kind = "joins" if "joins" in event["cause"] else "leaves" if "leaves" in event["cause"] else "lost"
-            self.seconds[kind].append(event["seconds"])
+        told = metrics(run)
+        for at, event in enumerate(told):
+            following = next((line for line in told[at:] if "event" not in line), None)
+            if event.get("event") == "resize" and following is not None:
+                kind = next(word for word in ("joins", "leaves", "lost", "") if word in event["cause"])
+                self.seconds[f"{kind}, state loaded"].append(event["seconds"])
+                self.seconds[f"{kind}, next step done"].append(event["seconds"] + following["step_time_s"])
         changes = Counter(f"dp of ranks {event['from']} -> {event['to']}" for event in events(run, "resize"))
         self.total += Counter({"runs": 1, "lines": len(lines), "repeated": len(lines) - len(expected)}) + changes
         self.total["recoveries"] += len(events(run, "recovery"))
