@@ -25,7 +25,7 @@ _DEATHS_AT_A_STEP = 3
 # A killed process is gone in milliseconds, unless a driver or a disk holds it.
 _GATHER_S = 60.0
 # Hosts that come back do so together, and so do signals that ask all of them to stop.
-_QUIET_S, _TOLD_TOGETHER_S = 10.0, 1.0
+_QUIET_S, _TOLD_TOGETHER_S = 10.0, 3.0
 # What is wrong with a host that the run has no use for.
 _OTHER = "has other options or another version of megalite than the run: make them the same, and start it again"
 # Where the hub is if no other host has ranks.
