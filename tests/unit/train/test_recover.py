@@ -31,7 +31,7 @@ from megalite.runtime.recover.connections import EventLoop, Link, Packets
 from megalite.runtime.recover.guard import Guard
 from megalite.runtime.recover.hub import Hub
 from megalite.runtime.recover.main import reserve
-from megalite.runtime.recover.member import NOBODY, Companion, spare_ranks, survives_hosts
+from megalite.runtime.recover.member import NOBODY, Companion, goes_on_with_fewer, spare_ranks, survives_hosts
 from megalite.runtime.recover.messages import (
     Break,
     Broken,
@@ -445,6 +445,20 @@ def test_the_last_of_several_values_counts(words: str, spares: int) -> None:
 def test_a_launcher_knows_from_the_command_line_that_a_run_survives_hosts(words: str, survives: bool) -> None:
     """Without ranks in reserve it saves at least."""
     assert survives_hosts(words.split()) == survives
+
+
+@pytest.mark.parametrize(
+    ("words", "fewer"),
+    [
+        ("--recover host --elastic", True),
+        ("--elastic --recover=host", True),
+        ("--recover host --elastic --no-elastic", False),
+        ("--elastic", False),
+        ("--recover host --spare-ranks 1", False),
+    ],
+)
+def test_a_launcher_knows_whether_hosts_may_come_and_go(words: str, fewer: bool) -> None:
+    assert goes_on_with_fewer(words.split()) == fewer
 
 
 def test_a_last_save_needs_no_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
