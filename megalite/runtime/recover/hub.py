@@ -403,7 +403,7 @@ class Hub:
             joined = self._take_places(world)
             keepers = {}
         if moves or not ranks:
-            go = go._replace(cause=self._describe_change(joined) or go.cause)
+            go = go._replace(cause=self._describe_change(joined) or go.cause or "a host that was to join is gone again")
         self._go(go, keepers if common else {})
 
     def _count_deaths(self, common: list[messages.Copy]) -> list[int]:

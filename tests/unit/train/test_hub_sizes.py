@@ -305,6 +305,21 @@ def test_a_host_that_comes_back_joins(made: list[Run]) -> None:
     assert run.hub._recoveries == 1
 
 
+def test_a_host_that_is_gone_again_before_it_joins(made: list[Run]) -> None:
+    """All have paused for nothing, and say so."""
+    run = begin(made, 4, 1)
+    run.copy(1)
+    run.lose(1)
+    run.began()
+    passing = Guard(run.hub, 9, -1)
+    run.loop.timers[-1]()
+    passing.heard(None)
+    run.pause()
+    goes = run.goes().values()
+    assert {(go.world, go.was, go.cause) for go in goes} == {(3, 0, "a host that was to join is gone again")}
+    assert {tuple(go.ranks) for go in goes} == {()}
+
+
 def test_those_who_wait_join_with_one_that_comes_back_and_no_more_than_there_were(made: list[Run]) -> None:
     run = begin(made, 6, 2)
     run.copy(1)
