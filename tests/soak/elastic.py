@@ -41,8 +41,8 @@ LAYOUTS = {
 class Soak:
     """Runs one after the other, and what was done to them."""
 
-    def __init__(self, hosts: Hosts, place: Path, draw: random.Random, steps: int) -> None:
-        self.hosts, self.place, self.draw, self.steps = hosts, place, draw, steps
+    def __init__(self, hosts: Hosts, place: Path, draw: random.Random, steps: int, layouts: list[str]) -> None:
+        self.hosts, self.place, self.draw, self.steps, self.layouts = hosts, place, draw, steps, layouts
         self.zygote, self.whole = Zygote(), dict[str, Path]()
         self.total, self.seconds = Counter[str](), defaultdict[str, list[float]](list)
 
@@ -60,7 +60,7 @@ class Soak:
         return self.whole[layout]
 
     def one_run(self) -> None:
-        layout = self.draw.choice(list(LAYOUTS))
+        layout = self.draw.choice(self.layouts)
         whole, folder = self.undisturbed(layout), self.place / f"hit_{self.total['runs']}"
         flags = [*self.flags(layout), "--elastic", "--grow-after", "0", "--max-recoveries", "100000"]
         jobs = self.hosts.begin(folder, flags, 0, count=HOSTS, launched=True)
@@ -164,12 +164,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5, help="no run begins later")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--steps", type=int, default=200, help="steps of each run")
+    parser.add_argument("--layout", choices=LAYOUTS, help="this one alone")
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     until = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as place, networks(HOSTS) as (address, names):
         hosts = Hosts(address, names)
-        soak = Soak(hosts, Path(place), random.Random(args.seed), args.steps)
+        layouts = [args.layout] if args.layout else list(LAYOUTS)
+        soak = Soak(hosts, Path(place), random.Random(args.seed), args.steps, layouts)
         try:
             while time.monotonic() < until:
                 soak.one_run()
