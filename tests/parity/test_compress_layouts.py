@@ -105,21 +105,21 @@ def test_stages_cut_between_buckets(pool: WorkerPool, layout: dict[str, Any]) ->
 
 
 def _rounded_down() -> tuple[Any, str, Callable[..., Any]]:
-    from megalite.core.parts.codecs.int8_stochastic import int8_stochastic_codec
+    from megalite.core.parts.codecs import int8_stochastic
 
-    return int8_stochastic_codec, "noise", lambda x, rank: x * 0
+    return int8_stochastic, "noise", lambda x, rank: x * 0
 
 
 def _largest_magnitude() -> tuple[Any, str, Callable[..., Any]]:
-    from megalite.core.parts.codecs.threshold import threshold_codec
+    from megalite.core.parts.codecs import threshold
 
-    signs_of = threshold_codec.to_signs
+    signs_of = threshold.to_signs
 
     def to_signs(rows: Any, fraction: float) -> Any:
         signs, magnitudes = signs_of(rows, fraction)
         return signs, magnitudes / fraction
 
-    return threshold_codec, "to_signs", to_signs
+    return threshold, "to_signs", to_signs
 
 
 MISTAKES = {"int8-stochastic": _rounded_down, "threshold:0.5": _largest_magnitude}

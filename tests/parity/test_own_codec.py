@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from torch import Tensor
 
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.grid import Grid
 from megalite.core.options.compression import CODECS, Compression, Gradients
-from megalite.core.parts.codecs.exchange.exchange_codec import ExchangeCodec
+from megalite.core.parts.codecs.exchange import Exchange
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
 
-class Mantissa(ExchangeCodec):
-    """Each rank sends the gradients of a share in bf16; they are summed in fp32."""
-
-    def _send(self, x: torch.Tensor) -> None:
-        self._send_rows(x.view(self.axis.size, -1).bfloat16())
-
-    def _add(self, total: torch.Tensor, row: torch.Tensor) -> None:
-        total += row
-
-
 @dataclass(frozen=True)
-class MantissaCompression(Compression):
-    """`--compress mantissa`."""
+class Mantissa(Exchange):
+    """`--compress mantissa`: each rank sends the gradients of a share in bf16; they are summed in fp32."""
 
     form = "mantissa"
 
@@ -41,8 +31,11 @@ class MantissaCompression(Compression):
     def read(cls, argument: str | None) -> Compression | None:
         return cls() if argument is None else None
 
-    def codec(self, params: Sequence[Any], numel: int, axis: Any, device: torch.device) -> Mantissa:
-        return Mantissa(params, numel, axis, device)
+    def encode(self, rows: Tensor, rank: int) -> tuple[Tensor, None]:
+        return rows.bfloat16(), None
+
+    def add(self, total: Tensor, message: Tensor) -> None:
+        total += message
 
     @property
     def element_bytes(self) -> float:
@@ -54,7 +47,7 @@ class MantissaCompression(Compression):
 
 @contextmanager
 def added() -> Iterator[None]:
-    CODECS["mantissa"] = MantissaCompression
+    CODECS["mantissa"] = Mantissa
     try:
         yield
     finally:

@@ -87,6 +87,19 @@ def test_a_resumed_run_keeps_its_reference(pairs: str, tmp_path: Path) -> None:
         train(0, arguments(pairs, tmp_path / "cut", 6), 1)
 
 
+def test_simpo_has_no_reference(pairs: str, tmp_path: Path) -> None:
+    """And so none is computed; a run may not go on as one of DPO."""
+    simpo = ["--dpo-loss", "simpo", "--dpo-beta", "2", "--simpo-gamma", "1"]
+    whole = train(0, arguments(pairs, tmp_path / "whole", 4, *simpo), 1)
+    train(0, arguments(pairs, tmp_path / "cut", 4, "--exit-interval", "2", *simpo), 1)
+    assert train(0, arguments(pairs, tmp_path / "cut", 4, *simpo), 1) == whole
+    assert not list(tmp_path.glob("pairs.ref-*"))
+    with pytest.raises(UserError, match="--dpo-loss sigmoid: compares with the model that the run began with"):
+        train(0, arguments(pairs, tmp_path / "cut", 6), 1)
+    with pytest.raises(UserError, match="--simpo-gamma 1.0 with --dpo-loss sigmoid"):
+        train(0, arguments(pairs, tmp_path / "dpo", 1, "--simpo-gamma", "1"), 1)
+
+
 def test_a_stage_after_it_has_a_reference_of_its_own(pairs: str, tmp_path: Path) -> None:
     train(0, arguments(pairs, tmp_path / "first", 3), 1)
     resets = ("--reset-data", "--reset-optimizer", "--reset-step", "--resume", str(tmp_path / "first"))

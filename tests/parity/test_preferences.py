@@ -91,6 +91,7 @@ def pairs_of(step: int) -> Rows:
 # -------------------------------------------------------------------------------------------------------- one process
 
 CASES = json.loads((Path(__file__).parents[1] / "data/preferences.json").read_text())["model_cases"]
+SIMPO = {"name": "simpo", "kind": "simpo", "beta": 2.0, "eps": 0.1, "gamma": 0.3}
 
 
 def models_of(case: dict[str, Any]) -> tuple[Any, Any]:
@@ -135,6 +136,12 @@ def by_hand(case: dict[str, Any], policy: Any, reference: Any) -> torch.Tensor:
     """The mean loss of all pairs, one document at a time."""
     kind, beta, eps, losses = case["kind"], case["beta"], case.get("eps", 0.0), []
     for pair in pairs_by_seed(case):
+        if kind == "simpo":
+            # As TRL's CPOTrainer computes it, whose margin is gamma / beta inside beta.
+            c, r = (logprob(policy, *document) / document[1] for document in pair)
+            h = beta * (c - r - case["gamma"] / beta)
+            losses.append(-(1 - eps) * logsigmoid(h) - eps * logsigmoid(-h))
+            continue
         c, r = (logprob(policy, *document) - logprob(reference, *document).detach() for document in pair)
         if kind == "ipo":
             losses.append((c / pair[0][1] - r / pair[1][1] - 1 / (2 * beta)) ** 2)
@@ -146,14 +153,25 @@ def by_hand(case: dict[str, Any], policy: Any, reference: Any) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
+def expected_of_simpo(case: dict[str, Any], policy: Any, loss: float, norm: float) -> dict[str, Any]:
+    documents = [document for pair in pairs_by_seed(case) for document in pair]
+    logps = [logprob(policy, *document).item() for document in documents]
+    rewards = case["beta"] * np.array([x / n for x, (_, n) in zip(logps, documents)]).reshape(-1, 2)
+    margins = rewards[:, 0] - rewards[:, 1]
+    figures = {"chosen": rewards[:, 0], "rejected": rewards[:, 1], "margins": margins, "accuracies": margins > 0}
+    named = {f"rewards/{name}": x.mean() for name, x in figures.items()}
+    return {"loss": loss, "grad_norm": norm, "logps": logps, "ref_logps": [0.0] * len(logps), **named}
+
+
 @pytest.mark.parametrize("chunk", [0, 7])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"]["name"])
+@pytest.mark.parametrize("case", [*CASES, {"case": CASES[0]["case"] | SIMPO}], ids=lambda case: case["case"]["name"])
 def test_one_process_is_dpo_in_transformers(case: dict[str, Any], chunk: int, tmp_path: Path) -> None:
-    given, expected = case["case"], case["expected"]
+    given = case["case"]
     policy, reference = (model.double() for model in models_of(given))
     loss = by_hand(given, policy, reference)
     loss.backward()
     norm = torch.stack([x.grad.square().sum() for x in policy.parameters()]).sum().sqrt().item()
+    expected = case.get("expected") or expected_of_simpo(given, policy, loss.item(), norm)
     # The oracle is that of the file, and TRL's.
     assert [loss.item(), norm] == pytest.approx([expected["loss"], expected["grad_norm"]], rel=1e-6)
     if trl := case.get("trl"):
@@ -176,6 +194,7 @@ def test_one_process_is_dpo_in_transformers(case: dict[str, Any], chunk: int, tm
         dpo_loss="sigmoid" if given["kind"] == "smoothed" else given["kind"],
         dpo_beta=given["beta"],
         dpo_smoothing=given.get("eps", 0.0),
+        simpo_gamma=given.get("gamma", 0.5),
     )
     result, gradients = from_folder(cfg, tmp_path / "policy", data)
     assert result.steps[0] == pytest.approx((expected["loss"], expected["grad_norm"]), rel=1e-5)
@@ -225,7 +244,7 @@ def test_six_pairs_in_rows_are_six_in_one() -> None:
 DATA = {"data": pairs_of, **DPO}
 GRID: dict[Any, list[Row]] = {
     ranks_of(2, tp=2): [(LLAMA, 1, {}, DATA), (LLAMA, 1, {}, {**DATA, "loss_chunk": 5, "dpo_loss": "ipo"})],
-    ranks_of(2, pp=2): [(LLAMA, 1, {}, DATA)],
+    ranks_of(2, pp=2): [(LLAMA, 1, {}, DATA), (LLAMA, 1, {}, {**DATA, "dpo_loss": "simpo", "dpo_beta": 2.0})],
     ranks_of(2, cp=2): [(LLAMA, 1, {}, DATA), (LLAMA, 1, {}, {**DATA, "loss_chunk": 5})],
     ranks_of(2): [(LLAMA, 1, {}, DATA), (LLAMA, 3, {}, {**DATA, "dpo_loss": "robust", "dpo_smoothing": 0.1})],
     ranks_of(2, ep=2): [(MIXTRAL, 1, {}, DATA)],

@@ -151,6 +151,7 @@ def test_sigusr1_prints_stacks_and_goes_on(tmp_path: Path) -> None:
     wait_for(process, "step 1/")
     process.send_signal(signal.SIGUSR1)
     wait_for(process, "loop.py")
+    wait_for(process, f"memory of process {process.pid}: 0.")
     wait_for(process, "/100000")
     process.send_signal(signal.SIGTERM)
     assert finish([process])[0].code == 0

@@ -136,8 +136,8 @@ class BlockKind(NamedTuple):
 FAMILIES: Table[Any] = Table("megalite.core.parts.families", "FAMILY")
 """Name (`--arch`) -> family, a `parts.families.common.Family`."""
 
-PREFERENCES: Table[Function] = Table("megalite.core.parts.preferences", "PREFERENCES")
-"""Name (`--dpo-loss`) -> loss of a pair."""
+PREFERENCES: Table[Any] = Table("megalite.core.parts.preferences", "PREFERENCES")
+"""Name (`--dpo-loss`) -> kind of preferences, a `parts.preferences.dpo.Preference`."""
 
 
 def block_of(cfg: Any, layer: int) -> BlockKind:

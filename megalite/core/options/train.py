@@ -61,11 +61,13 @@ class TrainConfig:
     stage: Literal["lm", "dpo"] = "lm"
     """What to learn: each next token (lm), or which of two answers is preferred (dpo; docs/alignment.md)."""
     dpo_loss: Annotated[str, Choices(PREFERENCES)] = "sigmoid"
-    """With --stage dpo: the loss of a pair; sigmoid is DPO's own. docs/alignment.md has the others."""
+    """With --stage dpo: the loss of a pair; sigmoid is DPO's own, and simpo has no reference (docs/alignment.md)."""
     dpo_beta: float = 0.1
-    """With --stage dpo: how closely the model stays with the reference; higher is closer."""
+    """With --stage dpo: how closely the model stays with the reference; higher is closer. SimPO takes 2 to 10."""
     dpo_smoothing: float = 0.0
     """With --stage dpo: share of the pairs whose answers are taken to be the wrong way round."""
+    simpo_gamma: float = 0.5
+    """With --dpo-loss simpo: margin by which the preferred answer's reward is to be the higher one."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are sent over dp; with ZeRO they are summed in fp32."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -89,6 +91,7 @@ class TrainConfig:
         in_range(self, "label_smoothing z_loss", 0, 1)
         in_range(self, "mtp_loss_scaling_factor dpo_beta", 0, 100, above=True)
         in_range(self, "dpo_smoothing", 0, 0.5)
+        in_range(self, "simpo_gamma", 0, 100)
         in_range(self, "loss_chunk", 0, 10**9)
         in_range(self, "fp8_keep_bf16", 0, 10**6)
         require(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,14 @@ REFINES: dict[str, str] = {
     "--rope-scaling-factor": "--use-rope-scaling",
     "--end-weight-decay": "--weight-decay",
     "--sgd-momentum": "--adam-beta1",
+    "--recompute-num-layers": "--recompute-granularity",
 }
 """Specific flag -> the general one that it overrides, in either order."""
 
 NEEDS: dict[str, str] = {
     "num-query-groups": "group-query-attention",
     "rope-scaling-factor": "use-rope-scaling",
+    "recompute-num-layers": "recompute-method",
 }
 """Their flag -> the one without which it has no effect there, nor here."""
 
@@ -330,6 +333,22 @@ def _beta1(_: str, written: str, beta: float, options: Mapping[str, Any]) -> flo
     return float(options["beta1"])
 
 
+def _recomputed_blocks(_: str, written: str, layers: int, options: Mapping[str, Any]) -> str:
+    """Take as many blocks of each chunk of the pipeline as `--recompute-method block` does, which takes its first."""
+    if options["recompute"] == "none":
+        logger.info(f"{written}: has no effect without --recompute-granularity full, as in Megatron-LM")
+        return "none"
+    if options["recompute"] != "full":
+        raise UserError(written, "requires --recompute-granularity full", "give it, or drop this")
+    if layers < 1:
+        raise UserError(written, "must be at least 1", "correct it")
+    share = Fraction(layers * options["pp"] * options["vp"], max(options["num_layers"], 1))
+    if share >= 1:
+        return "full"
+    logger.info(f"{written}: --recompute full:{share}, the same memory; these blocks are not each stage's first ones")
+    return f"full:{share}"
+
+
 def _delta_nets(_: str, written: str, variant: str, options: Mapping[str, Any]) -> int:
     """Return which layers keep attention, which both tools say by the same flag."""
     if variant != "gated_delta_net" or not options["linear_attention_freq"]:
@@ -388,6 +407,7 @@ COMPUTED: dict[str, ComputedOption] = {
     "num-distributed-optimizer-instances": ComputedOption("zero_group", int, _instances),
     "expert-tensor-parallel-size": ComputedOption("etp", int, _expert_tp),
     "load": ComputedOption("resume", str, _load),
+    "recompute-num-layers": ComputedOption("recompute", int, _recomputed_blocks),
     "embed-layernorm": ComputedOption("embedding_norm", bool, _embedding_norm),
     "vocab-file": ComputedOption("vocab_size", str, _vocabulary),
     "tensorboard-dir": ComputedOption("tensorboard", str, _tensorboard),

@@ -37,7 +37,8 @@ DeepSpeed's engine and its optimizer are not used
 the launcher sets the rank of each process
     lazy-mpu-init
 full recomputes every block, selective the attention core; --recompute full:SHARE does so in a share of the blocks
-    recompute-* checkpoint-num-layers distribute-*-activations partition-activations contigious-checkpointing
+    recompute-method=uniform|block recompute-modules=core_attn recompute-* checkpoint-num-layers
+    distribute-*-activations partition-activations contigious-checkpointing
 tokens are sorted and multiplied in groups in one way
     moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion
     moe-enable-deepep moe-shared-expert-overlap
@@ -268,6 +269,9 @@ def accept(flags: Sequence[Flag], known: Collection[str], hint: Callable[[str], 
             continue
         if flag in NEEDS and NEEDS[flag] not in names:
             logger.info(f"{written}: has no effect without --{NEEDS[flag]}, as in Megatron-LM")
+            continue
+        if flag == "recompute-num-layers" and "--recompute-method uniform" in given:
+            logger.info(f"{written}: each block keeps its input, and is recomputed by itself")
             continue
         if flag == "multi-latent-attention" and "qk-layernorm" not in names:
             mistakes[f"--{flag}"] = f"{written}: latents are always normalized here; give --qk-layernorm with it"

@@ -52,6 +52,8 @@ class PreprocessStats:
     texts: int = 0
     """Documents of chat data that are plain text, learned as a whole."""
     seconds: float = 0.0
+    pairs: bool = False
+    """Documents are answers, two to a pair."""
     learned: int | None = None
     """Tokens that are learned; None where all are, as in text."""
     notes: Counter[str] = field(default_factory=Counter)
@@ -76,7 +78,8 @@ class PreprocessStats:
         of_tokens = "one end of text each"
         texts = ""
         if self.learned is not None:
-            what, of_tokens = "conversations", f"{self.learned} of them in answers"
+            what = "answers in pairs" if self.pairs else "conversations"
+            of_tokens = f"{self.learned} of them in answers"
             texts = f" ({self.texts} of them plain text, learned as a whole)" if self.texts else ""
         line = (
             f"{self.documents} {what}{texts}, {self.tokens} tokens ({of_tokens}), "
@@ -128,7 +131,7 @@ def preprocess(
     tokenizer = load_tokenizer(tokenizer_path)
     template = _template(chat_template, tokenizer, paths, key) if chat else None
     make_encoder, text_key = _encoder_factory(tokenizer, template, key, pairs), key or ("messages" if chat else "text")
-    stats, start = PreprocessStats(), time.perf_counter()
+    stats, start = PreprocessStats(pairs=pairs), time.perf_counter()
     with (
         IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size), masked=chat) as writer,
         Progress(sum(path.stat().st_size for path in paths)) as progress,

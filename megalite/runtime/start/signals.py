@@ -1,10 +1,15 @@
-"""What signals do: SIGTERM and SIGINT end a run after its step and a save, SIGUSR1 prints the stacks of a rank."""
+"""What signals do: SIGTERM and SIGINT end a run after its step and a save, SIGUSR1 tells what a rank does and holds."""
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
+import sys
+from pathlib import Path
 from types import FrameType
+
+import torch
 
 from megalite.core.base.log import logger
 from megalite.core.mesh.rendezvous import under_torchrun
@@ -15,9 +20,25 @@ from megalite.runtime.recover.messages import Ready
 
 
 def print_stacks() -> None:
-    """Print the stacks of this process on SIGUSR1, and at a crash in native code or while reading a mapped file."""
+    """Print the stacks of this process on SIGUSR1, and at a crash in native code or while reading a mapped file.
+
+    After SIGUSR1 comes a line on memory, as soon as the main thread is back from native code.
+    """
     faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
+    signal.signal(signal.SIGUSR1, lambda *_: print(_memory(), file=sys.stderr, flush=True))
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)
+
+
+def _memory() -> str:
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if sys.platform == "linux" else 0
+    parts = [f"{pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.2f} GiB of the host"]
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        held = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+        now, peak, reserved = (bytes / 2**30 for bytes in held)
+        parts.append(f"GPU: {now:.2f} GiB allocated (at most {peak:.2f}), {reserved:.2f} reserved")
+        parts.append(f"{free / 2**30:.2f} of {total / 2**30:.2f} free")
+    return f"memory of process {os.getpid()}: {', '.join(parts)}"
 
 
 def stop_with_torchrun(companion: Companion) -> None:

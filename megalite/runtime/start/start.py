@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.dtypes import DTYPES
+from megalite.core.base.errors import require
 from megalite.core.base.log import logger, setup_logging
 from megalite.core.engine import Engine
 from megalite.core.mesh.agree import agree, check_equal
@@ -20,6 +21,7 @@ from megalite.core.model.dropout import VERSION_OF_MASKS
 from megalite.core.model.parameters import describe_parameters
 from megalite.core.ops.attention import why_masked
 from megalite.core.optim.check_buckets import check_buckets
+from megalite.core.options.choices import PREFERENCES
 from megalite.core.parts.options.fp8_options import describe_fp8
 from megalite.runtime.checkpoint.hf.start import load_hf
 from megalite.runtime.checkpoint.mirror import Mirror
@@ -143,10 +145,15 @@ def _starting_point(
     meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned))
     if source:
         log_start(engine, source, meta)
-    if cfg.train.stage == "dpo":
+    if cfg.train.stage == "dpo" and PREFERENCES[cfg.train.dpo_loss].has_reference:
         # A stage on other data has another reference: the weights that it starts from.
         kept = {} if source and source.reset_data else (restored["meta"] if restored else state)
-        meta["references"] = score_references(engine, datasets, kept.get("references"))
+        recorded = kept.get("references")
+        begun = restored or (source and not source.reset_data)
+        rule = "compares with the model that the run began with, which it has not scored"
+        remedy = "go on with --dpo-loss simpo, or begin a stage with --reset-data"
+        require(recorded or not begun, f"--dpo-loss {cfg.train.dpo_loss}", rule, remedy)
+        meta["references"] = score_references(engine, datasets, recorded)
     return source, meta, state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,14 @@ def column(case: dict[str, Any], name: str) -> torch.Tensor:
 
 
 def loss_of(case: dict[str, Any], shift_c: float = 0.0, shift_r: float = 0.0) -> PairLoss:
-    gains = [column(case, name) - column(case, f"ref_{name}") for name in ("chosen", "rejected")]
+    kind = PREFERENCES["sigmoid" if case["kind"] == "smoothed" else case["kind"]]
+    gains = [column(case, name) - kind.has_reference * column(case, f"ref_{name}") for name in ("chosen", "rejected")]
     pairs = Pairs(
         gains[0] + shift_c, gains[1] + shift_r, column(case, "tokens_chosen"), column(case, "tokens_rejected")
     )
-    kind = "sigmoid" if case["kind"] == "smoothed" else case["kind"]
-    return PREFERENCES[kind](pairs, case["beta"], case["eps"])
+    options = SimpleNamespace(dpo_beta=case["beta"], dpo_smoothing=case["eps"], simpo_gamma=case["gamma"])
+    loss: PairLoss = kind.loss(pairs, options)
+    return loss
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -48,6 +51,7 @@ def test_derivatives_are_those_of_the_loss(case: dict[str, Any]) -> None:
 
 def test_far_margins_stay_finite() -> None:
     far, one = torch.tensor([5e4, -5e4], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
-    found = PREFERENCES["sigmoid"](Pairs(far, -far, one, one), 0.1, 0.0)
+    options = SimpleNamespace(dpo_beta=0.1, dpo_smoothing=0.0)
+    found = PREFERENCES["sigmoid"].loss(Pairs(far, -far, one, one), options)
     assert found.loss.tolist() == pytest.approx([0.0, 1e4])
     assert found.by_chosen.tolist() == pytest.approx([0.0, -0.1])

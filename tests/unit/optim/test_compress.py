@@ -22,11 +22,11 @@ from megalite.core.optim.optimizer import DistributedOptimizer
 from megalite.core.optim.shares import Sharding
 from megalite.core.options.compression import CODECS, Gradients, read_compression
 from megalite.core.options.optim import OptimConfig
-from megalite.core.parts.codecs.int8.int8_codec import INT8_BLOCK, dequantize, quantize
-from megalite.core.parts.codecs.int8_stochastic.int8_stochastic_codec import noise
+from megalite.core.parts.codecs.int8 import INT8_BLOCK, dequantize, quantize
+from megalite.core.parts.codecs.int8_stochastic import noise
 from megalite.core.parts.codecs.powersgd.powersgd_codec import PowerSGD, orthonormalize
-from megalite.core.parts.codecs.threshold.threshold_codec import THRESHOLD_BLOCK, pack, to_signs, unpack
-from megalite.core.parts.codecs.topk.topk_codec import TopK, largest
+from megalite.core.parts.codecs.threshold import THRESHOLD_BLOCK, pack, to_signs, unpack
+from megalite.core.parts.codecs.topk import TopK, largest
 from megalite.core.sharding import Layout, ParamSpec, Shard
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.runtime.checkpoint.load import load_checkpoint
@@ -111,7 +111,7 @@ def test_signs_from_a_threshold_on_travel_in_two_bits() -> None:
 def test_of_equal_elements_the_first_are_sent_and_the_rest_waits() -> None:
     x = torch.tensor([[3.0, -3.0, 1.0, -3.0]])
     assert largest(x, 2).tolist() == [[0, 1]]
-    codec = TopK([], 4, ParallelContext.single().dp, CPU, 0.5)
+    codec = TopK(0.5).codec([], 4, ParallelContext.single().dp, CPU)
     grad = x[0].clone()
     codec.start(grad, slice(0, 4), 1.0)
     codec.wait()

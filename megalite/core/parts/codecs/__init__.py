@@ -1,1 +1,1 @@
-"""Codecs of gradients (`--compress`), each found by its file or folder; a folder describes itself without torch."""
+"""Codecs of gradients (`--compress`), each found by its file. `--help` reads them: torch is imported in functions."""

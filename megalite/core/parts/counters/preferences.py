@@ -39,7 +39,7 @@ class Preferences(Counter):
         self._engine = engine
         self._train = engine.cfg.train
         self._cp = engine.ctx.axis("cp")
-        self._loss = PREFERENCES[self._train.dpo_loss]
+        self._kind = PREFERENCES[self._train.dpo_loss]
         self._sums = self._zeros()
 
     @classmethod
@@ -76,10 +76,12 @@ class Preferences(Counter):
         (chosen, rejected), (of_chosen, of_rejected), (by_ref_c, by_ref_r) = sums.view(3, -1, 2).transpose(1, 2)
         gain_c, gain_r = chosen - by_ref_c, rejected - by_ref_r
         pairs = Pairs(gain_c, gain_r, of_chosen.clamp(min=1), of_rejected.clamp(min=1))
-        found = self._loss(pairs, self._train.dpo_beta, self._train.dpo_smoothing)
+        found = self._kind.loss(pairs, self._train)
         pair_SB, first_SB = number_SB // 2, counted_SB.double()
         first_SB = first_SB if batch.weights_SB is None else first_SB * batch.weights_SB
         if fwd.training:
+            if self._kind.by_token:
+                gain_c, gain_r = gain_c / pairs.of_chosen, gain_r / pairs.of_rejected
             beta = self._train.dpo_beta
             rewards = beta * gain_c, beta * gain_r, beta * (gain_c - gain_r), (gain_c > gain_r).double()
             figures = torch.stack((torch.ones_like(chosen), *rewards, chosen, rejected))

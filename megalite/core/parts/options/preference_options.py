@@ -18,7 +18,7 @@ class PreferenceRules(PartRules[Any, "StepConfig"]):
         m, t = cfg.model, cfg.train
         if t.stage != "dpo":
             defaults = type(t)
-            for name in ("dpo_loss", "dpo_beta", "dpo_smoothing"):
+            for name in ("dpo_loss", "dpo_beta", "dpo_smoothing", "simpo_gamma"):
                 given = f"--{name.replace('_', '-')} {getattr(t, name)}"
                 rule = "is of preferences"
                 require(getattr(t, name) == getattr(defaults, name), given, rule, "give --stage dpo, or drop it")
@@ -34,6 +34,9 @@ class PreferenceRules(PartRules[Any, "StepConfig"]):
             require(not is_set, f"{given} with --stage dpo", rule, "set it to 0")
         given = f"--dpo-smoothing {t.dpo_smoothing} with --dpo-loss ipo"
         require(not t.dpo_smoothing or t.dpo_loss != "ipo", given, "IPO has no smoothing", "drop one of the two")
+        given = f"--simpo-gamma {t.simpo_gamma} with --dpo-loss {t.dpo_loss}"
+        is_read = t.dpo_loss == "simpo" or t.simpo_gamma == type(t).simpo_gamma
+        require(is_read, given, "is SimPO's margin", "give --dpo-loss simpo, or drop it")
 
 
 PART = PreferenceRules()

@@ -17,6 +17,7 @@ from megalite.core.base.errors import UserError
 from megalite.core.model.parameters import param_map
 from megalite.core.options.lr import LR_DECAYS
 from megalite.core.options.rates import describe_warmup, rates_at
+from megalite.core.options.recompute import MODES, Extent
 from megalite.core.options.rope import RopeScaling
 from megalite.core.sharding import count_parameters
 from megalite.extras.compat import megatron as aliases
@@ -331,8 +332,8 @@ NO_EFFECT = """
     tp-comm-overlap-rs-dgrad defer-embedding-wgrad-compute DDP-impl no-contiguous-buffers-in-local-ddp
     ddp-num-buckets ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw
     zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size
-    zero-allgather-bucket-size no-pipeline-parallel ds-fused-adam lazy-mpu-init recompute-method
-    recompute-num-layers recompute-modules distribute-saved-activations checkpoint-num-layers
+    zero-allgather-bucket-size no-pipeline-parallel ds-fused-adam lazy-mpu-init
+    recompute-modules distribute-saved-activations checkpoint-num-layers
     distribute-checkpointed-activations partition-activations contigious-checkpointing use-flash-attn
     use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton attention-backend transformer-impl
     no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
@@ -729,6 +730,20 @@ def test_which_layers_have_experts(pattern: str, dense: tuple[int, ...] | None) 
             parse(command)
     else:
         assert parse(command).config.model.moe_dense_layers == dense
+
+
+def test_recomputed_layers_in_their_words() -> None:
+    full = ["--num-layers", "8", "--pp", "2", "--recompute-granularity", "full", "--recompute-method"]
+    for method, layers, here in (("block", "1", "full:1/4"), ("block", "4", "full"), ("uniform", "2", "full")):
+        assert config(*full, method, "--recompute-num-layers", layers).train.recompute == here
+    extent = MODES["full:1/4"].extent
+    assert [sum(extent(i) == Extent.BLOCK for i in stage) for stage in (range(4), range(4, 8))] == [1, 1]
+    selective = config("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
+    assert selective.train.recompute == "selective"
+    with pytest.raises(UserError, match="--recompute-num-layers 1: requires --recompute-granularity full"):
+        config("--recompute", "selective", "--recompute-method", "block", "--recompute-num-layers", "1")
+    assert config("--recompute-method", "block", "--recompute-num-layers", "1").train.recompute == "none"
+    assert config("--recompute-activations", "--recompute-num-layers", "1").train.recompute == "selective"
 
 
 def test_experts_in_their_words() -> None:

@@ -1,36 +1,58 @@
-"""What the codecs share that exchange codes of shares."""
+"""The exchange of codes of shares."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megalite.core.mesh import collectives
-from megalite.core.optim.codec import Codec
+from megalite.core.mesh.context import Axis
+from megalite.core.optim.codec import BucketParam, Codec
 
 
 class ExchangeCodec(Codec):
-    """Codec in which each rank receives everyone's code of its share, and sums them in fp32 in rank order."""
+    """Sends each rank the code of its share, and adds up what it receives.
 
-    def _send_rows(self, message: Tensor) -> None:
-        """Start sending row i of `message` to rank i."""
-        self._message = torch.empty_like(message)
-        self._begin(collectives.all_to_all(self._message, message, self.axis))
+    Args:
+        params, numel, axis, device: see `Codec`.
+        encode, add: see `Exchange`.
+        keeps_rest: what the codes leave out waits as a residual.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[BucketParam],
+        numel: int,
+        axis: Axis,
+        device: torch.device,
+        encode: Callable[[Tensor, int], tuple[Tensor, Tensor | None]],
+        add: Callable[[Tensor, Tensor], None],
+        *,
+        keeps_rest: bool,
+    ) -> None:
+        super().__init__(params, numel, axis, device)
+        self._encode, self._add = encode, add
+        if keeps_rest:
+            self.residual = torch.zeros(numel, device=device)
+
+    def _send(self, x: Tensor) -> None:
+        message, rest = self._encode(x.view(self.axis.size, -1), self.axis.rank)
+        if self.residual is not None:
+            assert rest is not None
+            self._next = [(self.residual, rest.view(-1))]
+        self._messages = torch.empty_like(message)
+        self._begin(collectives.all_to_all(self._messages, message, self.axis))
 
     def _receive(self, out: Tensor) -> None:
         self._works[0].wait()
         total = torch.zeros(self._share, device=out.device)
-        for row in self._message:
-            self._add(total, row)
-        del self._message
+        for message in self._messages:
+            self._add(total, message)
+        del self._messages
         if len(out) == self._share:
             out.copy_(total)
         else:
             # ZeRO-0: the sum is gathered uncompressed, so that it is rounded once and equal on all ranks.
             self._begin(collectives.all_gather(out, total, self.axis)).wait()
-
-    @abstractmethod
-    def _add(self, total: Tensor, row: Tensor) -> None:
-        """Add the code received from one rank to `total`, the sum of this rank's share."""

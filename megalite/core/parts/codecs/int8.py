@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megalite.core.parts.codecs.exchange.exchange_codec import ExchangeCodec
+from megalite.core.options.compression import Compression, Gradients
+from megalite.core.parts.codecs.exchange import Exchange
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INT8_BLOCK = 256
 """Elements per scale of gradients sent in 8 bits."""
 
 
-class Int8(ExchangeCodec):
+@dataclass(frozen=True)
+class Int8(Exchange):
     """8 bits per element and one fp32 scale per `INT8_BLOCK` elements, no residual (after Dettmers et al. 2022)."""
 
-    def _send(self, x: Tensor) -> None:
-        codes, scales = quantize(x.view(self.axis.size, -1))
-        self._send_rows(torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), 1))
+    about = "recommended"
+    form = "int8"
 
-    def _add(self, total: Tensor, row: Tensor) -> None:
-        codes, scales = row[: self._share], row[self._share :].clone()
+    @classmethod
+    def read(cls, argument: str | None) -> Compression | None:
+        return cls() if argument is None else None
+
+    def encode(self, rows: Tensor, rank: int) -> tuple[Tensor, None]:
+        return pack(*quantize(rows)), None
+
+    def add(self, total: Tensor, message: Tensor) -> None:
+        import torch
+
+        codes, scales = message[: len(total)], message[len(total) :].clone()
         total += dequantize(codes.view(torch.int8), scales.view(torch.float32))
+
+    def memory(self, grads: Gradients) -> tuple[int, int]:
+        # While a bucket is quantized there are three copies of it; messages are both sent and received.
+        return 0, round(2 * (1 + 4 / INT8_BLOCK) * grads.waiting) + 12 * grads.largest
+
+
+def pack(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return codes [d, n] and scales [d, blocks] as messages, uint8 [d, n + 4 * blocks]."""
+    import torch
+
+    return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), 1)
 
 
 def quantize(x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -28,6 +52,8 @@ def quantize(x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
     Codes are rounded to nearest even, or down after adding `noise`, fp32 [d, n] in [0, 1).
     """
+    import torch
+
     rows, n = x.shape
     blocks = _blocks(x)
     scales = blocks.abs().amax(2) / 127
@@ -38,9 +64,14 @@ def quantize(x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(x: Tensor) -> Tensor:
+    import torch
+
     return torch.nn.functional.pad(x, (0, -x.shape[1] % INT8_BLOCK)).view(len(x), -1, INT8_BLOCK)
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """Undo `quantize` for one row: int8 codes [n], scales [blocks] -> fp32 [n]."""
     return codes.float().mul_(scales.repeat_interleave(INT8_BLOCK)[: len(codes)])
+
+
+CODEC = Int8

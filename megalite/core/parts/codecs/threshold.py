@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from megalite.core.options.compression import Gradients
+from megalite.core.parts.codecs.exchange import FractionExchange
 
-from megalite.core.mesh.context import Axis
-from megalite.core.optim.codec import BucketParam
-from megalite.core.parts.codecs.exchange.exchange_codec import ExchangeCodec
+if TYPE_CHECKING:
+    from torch import Tensor
 
 THRESHOLD_BLOCK = 256
 """Elements per threshold and magnitude."""
 
 
-class Threshold(ExchangeCodec):
+@dataclass(frozen=True)
+class Threshold(FractionExchange):
     """Two bits per element and one fp32 magnitude per block (Strom 2015, section 3).
 
     An element of at least the fraction F of its block's largest travels as its sign, with the mean magnitude of all
@@ -23,29 +24,38 @@ class Threshold(ExchangeCodec):
     gradients' size, and three values per element have one size, however many reach it.
     """
 
-    def __init__(
-        self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device, fraction: float
-    ) -> None:
-        super().__init__(params, numel, axis, device)
-        self.residual = torch.zeros(numel, device=device)
-        self._fraction = fraction
+    about = "signs from F of the largest on"
+    form = "threshold:F with 0 < F <= 1"
+    keeps_rest = True
 
-    def _send(self, x: Tensor) -> None:
-        rows = x.view(self.axis.size, -1)
-        signs, magnitudes = to_signs(rows, self._fraction)
-        message = torch.cat((pack(signs), magnitudes.view(torch.uint8)), 1)
-        assert self.residual is not None
-        self._next = [(self.residual, (rows - _values(signs, magnitudes)).view(-1))]
-        self._send_rows(message)
+    def encode(self, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        import torch
 
-    def _add(self, total: Tensor, row: Tensor) -> None:
-        packed = -(-self._share // 4)
-        signs, magnitudes = unpack(row[:packed], self._share), row[packed:].clone().view(torch.float32)
+        signs, magnitudes = to_signs(rows, self.fraction)
+        return torch.cat((pack(signs), magnitudes.view(torch.uint8)), 1), rows - _values(signs, magnitudes)
+
+    def add(self, total: Tensor, message: Tensor) -> None:
+        import torch
+
+        n = len(total)
+        packed = -(-n // 4)
+        signs, magnitudes = unpack(message[:packed], n), message[packed:].clone().view(torch.float32)
         total += _values(signs[None], magnitudes[None])[0]
+
+    @property
+    def element_bytes(self) -> float:
+        return 1 / 4 + 4 / THRESHOLD_BLOCK
+
+    def memory(self, grads: Gradients) -> tuple[int, int]:
+        # The residual, and the next one until the update; a bucket's sizes, signs and values, and its messages.
+        within = 4 * grads.total + round(2 * self.element_bytes * grads.waiting) + 20 * grads.largest
+        return 4 * grads.total, within
 
 
 def to_signs(rows: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
     """Return int8 signs [d, n] of rows [d, n], 0 below the threshold, and fp32 magnitudes [d, blocks]."""
+    import torch
+
     n = rows.shape[1]
     blocks = torch.nn.functional.pad(rows, (0, -n % THRESHOLD_BLOCK)).unflatten(1, (-1, THRESHOLD_BLOCK))
     size = blocks.abs()
@@ -56,12 +66,16 @@ def to_signs(rows: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
 
 def pack(signs: Tensor) -> Tensor:
     """Pack signs [d, n] into uint8 [d, n / 4, rounded up]: two bits each, the sign plus 1, the first lowest."""
+    import torch
+
     quads = torch.nn.functional.pad(signs + 1, (0, -signs.shape[1] % 4)).to(torch.uint8).unflatten(1, (-1, 4))
     return quads[..., 0] | quads[..., 1] << 2 | quads[..., 2] << 4 | quads[..., 3] << 6
 
 
 def unpack(packed: Tensor, n: int) -> Tensor:
     """Undo `pack` for one row: int8 [n]."""
+    import torch
+
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
     return ((packed[:, None] >> shifts) & 3).flatten()[:n].to(torch.int8) - 1
 
@@ -69,3 +83,6 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 def _values(signs: Tensor, magnitudes: Tensor) -> Tensor:
     """Return what signs [d, n] and magnitudes [d, blocks] stand for: fp32 [d, n]."""
     return signs.float().mul_(magnitudes.repeat_interleave(THRESHOLD_BLOCK, 1)[:, : signs.shape[1]])
+
+
+CODEC = Threshold
