@@ -34,7 +34,7 @@ LAYOUTS = {
     "--tp 2 --zero 2": 2,
     "--cp 2 --num-heads 2 --hidden-dropout 0": 2,
     "--num-experts 4 --ep 2": 2,
-    "--optimizer muon": 1,
+    "--optimizer muon --muon-ns fp32": 1,
 }
 
 
