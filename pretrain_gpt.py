@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import show_help_if_asked
@@ -29,7 +30,7 @@ from megalite.runtime.checkpoint.hf.start import hf_model_config
 from megalite.runtime.data import Samples
 from megalite.runtime.loop.loop import StepCallback, fit
 from megalite.runtime.recover.rehearse import rehearse
-from megalite.runtime.recover.restore import find_hub
+from megalite.runtime.recover.restore import find_hub, identity_of
 from megalite.runtime.start.exit import leaving_together
 from megalite.runtime.start.inputs import with_vocab_size
 
@@ -44,7 +45,8 @@ def main(
     if parsed.config.run.recover != "none" and not (parsed.print_config or parsed.dry_run):
         if not isinstance(companion, GuardedRank):
             become_guard(parsed.config.run.spare_ranks)
-        companion.wait_for_turn(find_hub, rehearse)
+        identify = partial(identity_of, parsed.config)
+        companion.wait_for_turn(find_hub, rehearse, identify, parsed.config.run.elastic)
     cfg = settle_layout(parsed)
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.

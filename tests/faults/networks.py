@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from torch.distributed import TCPStore
 
 
 @contextlib.contextmanager
@@ -39,6 +43,22 @@ def networks(count: int) -> Iterator[tuple[str, list[str]]]:
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "link", "set", "eth0", "up")
         yield f"{net}.254", names
+
+
+def store_in(name: str, address: str, port: int) -> TCPStore:
+    """A store of this process in which the ranks of a namespace meet, as in their launcher's."""
+    servers: list[socket.socket] = []
+
+    def listen() -> None:
+        # For this thread alone, which ends.
+        with open(f"/run/netns/{name}") as there:
+            assert ctypes.CDLL(None).setns(there.fileno(), 0) == 0
+        servers.append(socket.create_server((address, port)))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=servers[0].detach())
 
 
 def pids_in(name: str) -> list[int]:

@@ -6,6 +6,7 @@ Network namespaces stand for hosts. What is lost with one are all its processes,
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,19 @@ from megalite.runtime.recover.hub import UNFINISHED
 from tests.faults import guarded_hosts
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
-from tests.faults.harness import FOREVER, RUN, codes, committed, events, metrics, repeated, waits_at
+from tests.faults.harness import (
+    FOREVER,
+    RUN,
+    STEPS,
+    codes,
+    committed,
+    evaluations,
+    events,
+    in_batch,
+    metrics,
+    repeated,
+    waits_at,
+)
 from tests.faults.zygote import Zygote, members_of
 
 pytestmark = pytest.mark.root
@@ -25,10 +38,10 @@ ELASTIC = ["--elastic", "--save-every", "0"]
 KILLED = -signal.SIGKILL
 
 
-def undisturbed(zygote: Zygote, folder: Path, world: int, flags: list[str]) -> Path:
+def undisturbed(zygote: Zygote, folder: Path, world: int, flags: list[str], *faults: dict[str, Any]) -> Path:
     folder.mkdir()
     arguments = [*RUN, "--save-every", "0", "--run-dir", str(folder / "run"), *flags]
-    assert codes(zygote.start(arguments, world, folder).end()) == [0] * world
+    assert codes(zygote.start(arguments, world, folder, *faults).end()) == [0] * world
     return folder / "run"
 
 
@@ -36,11 +49,12 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [line for line in metrics(run) if "event" not in line]
 
 
-def assert_as(run: Path, whole: Path) -> None:
+def assert_as(run: Path, whole: Path, until: int = STEPS) -> None:
     """Each line of a run, those of steps that were repeated too, is that of the run that nothing happened to."""
     expected = {line["step"]: line for line in lines(whole)}
-    assert {line["step"] for line in lines(run)} == set(expected)
-    for line in lines(run):
+    compared = [line for line in lines(run) if line["step"] <= until]
+    assert {line["step"] for line in compared} == {*range(1, until + 1)} <= set(expected)
+    for line in compared:
         want = expected[line["step"]]
         for name in ("loss", "grad_norm"):
             assert line[name] == pytest.approx(want[name], rel=1e-5), (line["step"], name)
@@ -48,23 +62,30 @@ def assert_as(run: Path, whole: Path) -> None:
 
 
 def test_a_host_of_four(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
-    """Eight micro-batches on three ranks, as 2 3 3; there is no checkpoint that could have been read."""
+    """Eight micro-batches on three ranks, as 2 3 3, and on four once it is back; no checkpoint could have been read."""
     flags, folder, run = ["--zero", "1"], tmp_path / "hit", tmp_path / "hit" / "run"
     whole = undisturbed(zygote, tmp_path / "whole", 4, flags)
-    jobs = hosts.begin(folder, [*flags, *ELASTIC], 0, waits_at(5, folder), count=4)
-    jobs[0].wait_for(0, "step 4/")
+    later = {**waits_at(6, folder), "path": str(folder / "go further")}
+    flags += [*ELASTIC, "--grow-after", "0"]
+    jobs = hosts.begin(folder, flags, 0, waits_at(4, folder), later, count=4, launched=True)
+    jobs[0].wait_for(0, "step 3/")
     hosts.power_off(1)
     jobs[0].wait_for(0, "back to step ")
     (folder / "go on").touch()
+    jobs[0].wait_for(0, "step 5/")
+    jobs.append(hosts.come_back(1))
+    (folder / "go further").touch()
     left = end(jobs)
-    assert codes(left) == [0, KILLED, 0, 0], left
+    assert codes(left) == [0, KILLED, 0, 0, 0], left
     assert "is lost (rank 1): dp 4 -> 3, 8 micro-batches as 2 3 3: back to step" in left[0].err
+    assert "joins (rank 3): dp 3 -> 4, 8 micro-batches as 2 2 2 2: on from step" in left[0].err
     assert_as(run, whole)
     assert repeated(run) <= 1
-    (resize,) = events(run, "resize")
-    assert (resize["from"], resize["to"], resize["reserve"], resize["round"]) == (4, 3, 0, 1)
-    at = metrics(run).index(resize)
-    for part, ranks in ((metrics(run)[:at], 4), (metrics(run)[at:], 3)):
+    sizes = [tuple(event[name] for name in ("from", "to", "reserve", "round")) for event in events(run, "resize")]
+    assert sizes == [(4, 3, 0, 1), (3, 4, 0, 2)]
+    assert [event["round"] for event in events(run, "recovery")] == [1]
+    shrunk, grown = (metrics(run).index(event) for event in events(run, "resize"))
+    for part, ranks in ((metrics(run)[:shrunk], 4), (metrics(run)[shrunk:grown], 3), (metrics(run)[grown:], 4)):
         assert {line["ranks"] for line in part if "event" not in line} == {ranks}
     zygote.until(lambda: not members_of(tmp_path), 30)
 
@@ -87,6 +108,114 @@ def test_a_pipeline_of_two_replicas(hosts: Hosts, zygote: Zygote, tmp_path: Path
     resized = [(event["from"], event["to"], event["reserve"]) for event in events(run, "resize")]
     # Where the two ranks had no copy of their own yet, these come from the four of before once more.
     assert resized in ([(4, 2, 1)], [(4, 2, 1), (2, 2, 0)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "told"), [("--pp 2", "dp 2 -> 1, 8 micro-batches as 8"), ("--num-experts 4 --ep 2", "dp 4 -> 2")]
+)
+def test_ranks_that_are_left_over_join_with_one_that_comes_back(
+    hosts: Hosts, zygote: Zygote, tmp_path: Path, layout: str, told: str
+) -> None:
+    """A replica is complete again; evaluations and saves that are due at that step are not forgotten."""
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    flags = [*layout.split(), "--eval-every", "1", "--eval-steps", "1"]
+    whole = undisturbed(zygote, tmp_path / "whole", 4, flags)
+    later = {**waits_at(6, folder), "path": str(folder / "go further")}
+    flags += ["--elastic", "--save-every", "1", "--keep-last", "10", "--grow-after", "0"]
+    jobs = hosts.begin(folder, flags, 0, waits_at(4, folder), later, count=4, launched=True)
+    jobs[0].wait_for(0, "step 3/")
+    hosts.power_off(1)
+    jobs[0].wait_for(0, told)
+    jobs[0].wait_for(0, ", 1 rank in reserve: back to step ")
+    (folder / "go on").touch()
+    jobs[0].wait_for(0, "step 5/")
+    jobs.append(hosts.come_back(1))
+    (folder / "go further").touch()
+    left = end(jobs)
+    assert codes(left) == [0, KILLED, 0, 0, 0], left
+    assert_as(run, whole)
+    assert [(event["from"], event["to"], event["reserve"]) for event in events(run, "resize")] == [(4, 2, 1), (2, 4, 0)]
+    assert repeated(run) <= 1
+    assert evaluations(run) == pytest.approx(evaluations(whole), rel=1e-5)
+    # One that was still being written is made up for by that of the step that all go on from.
+    assert {f"step_{step:08d}" for step in (*(event["step"] for event in events(run, "resize")), STEPS)} <= committed(
+        run
+    )
+
+
+@pytest.mark.full
+def test_a_host_comes_back_at_a_step_that_is_rewound(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """All were to wait after it; that they went back instead ended the run, as if it had been told to stop."""
+    flags, folder, run = ["--on-spike", "rewind", "--train-steps", "13"], tmp_path / "hit", tmp_path / "hit" / "run"
+    flags += ["--save-every", "4"]
+    whole = undisturbed(zygote, tmp_path / "whole", 3, flags, in_batch("spike", 88))
+    later = {**waits_at(11, folder), "path": str(folder / "go further")}
+    flags += ["--elastic", "--grow-after", "0"]
+    jobs = hosts.begin(folder, flags, 0, waits_at(4, folder), later, in_batch("spike", 88), launched=True)
+    jobs[0].wait_for(0, "step 3/")
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "dp 3 -> 2")
+    (folder / "go on").touch()
+    jobs[0].wait_for(0, "step 10/")
+    jobs.append(hosts.come_back(1))
+    (folder / "go further").touch()
+    left = end(jobs)
+    assert codes(left) == [0, KILLED, 0, 0], left
+    assert [(event["from"], event["to"]) for event in events(run, "resize")] == [(3, 2), (2, 3)]
+    assert len(events(run, "rewind")) == len(events(whole, "rewind")) == 1
+    last, expected = ({line["step"]: line for line in lines(folder)} for folder in (run, whole))
+    assert {step: line["loss"] for step, line in last.items()} == pytest.approx(
+        {step: line["loss"] for step, line in expected.items()}, rel=1e-5
+    )
+    assert last[13]["consumed_samples"] == expected[13]["consumed_samples"]
+
+
+@pytest.mark.full
+def test_a_host_that_is_told_to_stop(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """It leaves after a step, and the others go on; told all together, the run saves and ends."""
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", 3, [*FOREVER, "--exit-interval", "60"])
+    jobs = hosts.begin(folder, [*ELASTIC, *FOREVER, "--grow-after", "0"], 0, launched=True)
+    jobs[0].wait_for(0, "step 3/")
+    os.kill(jobs[2].pid(0), signal.SIGTERM)
+    jobs[0].wait_for(0, "leaves (rank 2): dp 3 -> 2, 8 micro-batches as 4 4: on from step ")
+    assert codes(end(jobs[2:])) == [0]
+    jobs[2] = hosts.come_back(2)
+    jobs[0].wait_for(0, "joins (rank 2): dp 2 -> 3, 8 micro-batches as 2 3 3: on from step ")
+    back = events(run, "resize")[1]["step"]
+    jobs[0].wait_for(0, f"step {back + 2}/")
+    for job in reversed(jobs):
+        os.kill(job.pid(0), signal.SIGTERM)
+    left = end(jobs)
+    assert codes(left) == [0, 0, 0], left
+    assert repeated(run) == 0
+    assert not events(run, "recovery")
+    assert committed(run) == {f"step_{lines(run)[-1]['step']:08d}"}
+    assert_as(run, whole, until=min(lines(run)[-1]["step"], 60))
+
+
+@pytest.mark.full
+def test_a_silent_reserve_and_a_host_of_another_version(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """A reserve that took a lost rank's place and said nothing more ended the run, as the other would have."""
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", 3, [])
+    later = {**waits_at(7, folder), "path": str(folder / "go further")}
+    jobs = hosts.begin(folder, ELASTIC, 1, waits_at(5, folder), later, count=4, launched=True)
+    jobs[0].wait_for(0, "step 4/")
+    os.kill(jobs[3].pid(0), signal.SIGSTOP)
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "dp 3 -> 2, 8 micro-batches as 4 4: back to step ", within=180)
+    os.kill(jobs[3].pid(0), signal.SIGCONT)
+    (folder / "go on").touch()
+    jobs[0].wait_for(0, "step 6/")
+    (other,) = hosts.start(1, more=["--lr", "2e-3"]).end(120)
+    (folder / "go further").touch()
+    left = end(jobs)
+    assert codes(left) == [0, KILLED, 0, KILLED], left
+    assert other.code == KILLED
+    assert "has other options or another version of megalite than the run" in other.err
+    assert_as(run, whole)
 
 
 @pytest.mark.full
@@ -164,7 +293,7 @@ def test_text_as_data(hosts: Hosts, zygote: Zygote, tmp_path: Path, monkeypatch:
     (folder / "go on").touch()
     left = end(jobs)
     assert codes(left) == [0, 0, KILLED], left
-    assert_as(run, tmp_path / "whole" / "run")
+    assert_as(run, tmp_path / "whole" / "run", until=16)
 
 
 @pytest.mark.full
@@ -191,9 +320,12 @@ def test_fewer_than_the_minimum(hosts: Hosts, zygote: Zygote, tmp_path: Path) ->
 
 @pytest.mark.full
 def test_a_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
-    """The store is in the first host's torchrun, which knows nothing of a number of ranks that changes."""
+    """The store is in the first host's torchrun, which knows nothing of a number of ranks that changes.
+
+    One that is started again joins; told to stop, torchrun has its ranks leave in order.
+    """
     run = tmp_path / "run"
-    flags = [*RUN, *FOREVER, *ELASTIC, "--recover", "host", "--run-dir", str(run)]
+    flags = [*RUN, *FOREVER, *ELASTIC, "--grow-after", "0", "--recover", "host", "--run-dir", str(run)]
     with hosts.torchrun(tmp_path, flags) as launchers:
 
         def said(words: str) -> bool:
@@ -204,5 +336,11 @@ def test_a_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> 
         zygote.until(lambda: said("step 5/"), 180)
         hosts.power_off(2)
         zygote.until(lambda: said("is lost (rank 2): dp 3 -> 2, 8 micro-batches as 4 4: back to step "), 120)
-        back = events(run, "resize")[0]["step"]
+        hosts.again(2)
+        zygote.until(lambda: said("joins (rank 2): dp 2 -> 3, 8 micro-batches as 2 3 3: on from step "), 240)
+        launchers[3].send_signal(signal.SIGTERM)
+        zygote.until(lambda: said("leaves (rank 2): dp 3 -> 2, 8 micro-batches as 4 4: on from step "), 120)
+        zygote.until(lambda: launchers[3].poll() is not None, 60)
+        back = events(run, "resize")[2]["step"]
         zygote.until(lambda: said(f"step {back + 3}/"), 120)
+        assert len(events(run, "recovery")) == 1

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from megalite.extras.launch.emit import BatchJob, KubernetesOptions, kubernetes_manifest
-from tests.faults.harness import RUN, events, guard_waits, outcome
+from tests.faults.harness import FOREVER, RUN, events, guard_waits, outcome
 from tests.faults.networks import networks, pids_in
 from tests.ranks import ROOT, reserve_port
 
@@ -35,8 +35,8 @@ class Pods:
         self.folder, self.address, self.names = folder, address.replace(".254", ".1"), names
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def create(self, env: dict[str, str]) -> None:
-        flags = [*RUN, *STEPS, "--run-dir", str(self.folder / "run"), "--recover", "host", "--spare-ranks", "1"]
+    def create(self, env: dict[str, str], how: Sequence[str] = ("--spare-ranks", "1")) -> None:
+        flags = [*RUN, *STEPS, "--run-dir", str(self.folder / "run"), "--recover", "host", *how]
         env = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT), **env}
         script = ("tests/faults/train_and_wait.py", *flags)
         job = BatchJob(script, PODS, 1, "train", str(ROOT), sys.executable, cpu=True, env=env, image="i")
@@ -169,6 +169,26 @@ def test_pods_that_come_back_are_in_reserve_for_those_that_are_lost_next(pods: P
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([*whole, *RUN, *STEPS, "--run-dir", str(tmp_path / "whole")], cwd=ROOT, env=env, check=True)
     assert outcome(run) == outcome(tmp_path / "whole")
+
+
+def test_pods_of_an_elastic_run_leave_and_come_back(pods: Pods, tmp_path: Path) -> None:
+    """One is killed, another drained: each time the others go on, until its index is started again."""
+    run = tmp_path / "run"
+    pods.create({"WAIT": "0:never"}, ["--elastic", "--grow-after", "0", *FOREVER])
+    pods.until(lambda: "step 3/" in pods.said())
+    # In another order each time: who has come back is the last rank.
+    for number, (pod, words) in enumerate([(1, "is lost"), (2, "leaves")]):
+        pods.processes[pod].terminate() if number else pods.kill(pod)
+        pods.until(lambda words=words: f"{words} (rank 1): dp 3 -> 2" in pods.said())  # type: ignore[misc]
+        pods.again(pod)
+        changes = 2 * number + 2
+        pods.until(lambda changes=changes: len(events(run, "resize")) == changes)  # type: ignore[misc]
+        assert pods.said().count("joins (rank 2): dp 2 -> 3") == number + 1
+    # The whole run is told to stop with its first pod, and is to be continued.
+    pods.processes[0].terminate()
+    assert [pods.end(pod) for pod in range(PODS)] == [75] * PODS, pods.said()
+    assert [(event["from"], event["to"]) for event in events(run, "resize")] == [(3, 2), (2, 3)] * 2
+    assert len(events(run, "recovery")) == 1
 
 
 def test_an_error_of_the_run_ends_all_pods_and_counts(pods: Pods) -> None:

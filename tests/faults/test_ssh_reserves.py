@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megalite.extras.launch import agent
 from megalite.runtime.base.child import stat_of
-from tests.faults.harness import RUN, STEPS, events, outcome, wait_for
+from tests.faults.harness import RUN, STEPS, events, guard_waits, outcome, wait_for
 from tests.faults.ssh_hosts import ALL_GONE_S, NODES, STARTUP_S, Hosts, Launch, sh
 from tests.faults.ssh_hosts import hosts as hosts
 from tests.faults.ssh_hosts import nothing_left as nothing_left
@@ -85,12 +86,14 @@ HARM = {
 }
 
 
-def launch(hosts: Hosts, folder: Path, *more: str, slots: int = 1, spares: bool = True) -> Launch:
+def launch(
+    hosts: Hosts, folder: Path, *more: str, slots: int = 1, spares: bool = True, ranks: Sequence[str] = ()
+) -> Launch:
     """A run of so many ranks on each of two hosts, which waits after step 4, and as many in reserve on the third."""
     hostfile, nodes = folder / "hostfile", NODES if spares else NODES[:2]
     hostfile.write_text("".join(f"{node} slots={slots}\n" for node in nodes))
     flags = [*RUN, "--run-dir", str(folder / "run"), "--save-every", "3", "--recover", "host"]
-    flags += ["--spare-ranks", str(slots)] if spares else []
+    flags += [*ranks, *(["--spare-ranks", str(slots)] if spares else [])]
     own = ["--hostfile", str(hostfile), "--no-preflight", "--env", f"WAIT=4:{folder / 'go on'}"]
     own += ["--env", "GLOO_SOCKET_IFNAME=eth0", "--env", f"PYTHONPATH={ROOT}", *more]
     run = Launch(hosts, folder, ["tests/faults/train_and_wait.py", *flags], *own, nodes="@".join(nodes))
@@ -135,6 +138,22 @@ def test_a_host_is_lost_without_a_reserve(hosts: Hosts, tmp_path: Path, whole: P
     # The last copy may not have arrived.
     assert resumed == recovered >= 3
     assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_a_host_of_an_elastic_run_is_started_again(hosts: Hosts, tmp_path: Path, whole: Path) -> None:
+    """The other goes on alone, and the launcher tries every minute; then it is told to leave, and does."""
+    waits = f"WAIT=4:{tmp_path / 'go on'};6:{tmp_path / 'go further'}"
+    run = launch(hosts, tmp_path, "--env", waits, spares=False, ranks=["--elastic", "--grow-after", "0"])
+    power_off(hosts, NODES[1])
+    wait_for(lambda: "dp 2 -> 1, 8 micro-batches as 8, and no other host" in run.text(), 90, "the shrink")
+    (tmp_path / "go on").touch()
+    wait_for(lambda: guard_waits(hosts.processes(NODES[1])), 150, "the lost host back in reserve")
+    (tmp_path / "go further").touch()
+    assert run.end() == 0, run.text()
+    assert "launch: mlnode2: connection lost; the run goes on with the hosts that are left" in run.text()
+    assert "joins (rank 1): dp 1 -> 2, 8 micro-batches as 4 4: on from step " in run.text()
+    (steps, _), (expected, _) = outcome(tmp_path / "run"), outcome(whole)
+    assert [step[1:3] for step in steps] == [pytest.approx(step[1:3], rel=1e-5) for step in expected]
 
 
 def test_a_host_of_several_ranks_one_of_whose_guards_is_killed_is_replaced(hosts: Hosts, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from megalite.extras.launch.hosts import (
 from megalite.extras.launch.preflight import PROBE_TIMEOUT_S, require_green, run_preflight
 from megalite.extras.launch.runner import Outcome, Runner
 from megalite.extras.tool import ToolParser
-from megalite.runtime.recover.member import survives_hosts
+from megalite.runtime.recover.member import goes_on_with_fewer, survives_hosts
 
 # A host whose end was not observed has stopped on its own after this long (see agent.py).
 FENCED_AFTER_S = HEARTBEAT_TIMEOUT_S + TERM_GRACE_S + KILL_GRACE_S
@@ -134,7 +134,8 @@ def _attempt(spec: LaunchSpec, hosts: Sequence[Host], preflight_s: float | None)
     slots = check_equal_slots(hosts)
     logger.info(f"launch: {len(hosts)} hosts x {slots} ranks, logs in {spec.log_dir} on each host")
     commands = [host_command(spec, hosts, rank) for rank in range(len(hosts))]
-    return Runner([host.name for host in hosts], commands, spec.log_dir, survives_hosts(spec.script)).run()
+    survives, returns = survives_hosts(spec.script), goes_on_with_fewer(spec.script)
+    return Runner([host.name for host in hosts], commands, spec.log_dir, survives, returns).run()
 
 
 def _parse_env(items: Sequence[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError, require
-from megalite.runtime.recover.member import spare_ranks, survives_hosts
+from megalite.runtime.recover.member import goes_on_with_fewer, spare_ranks, survives_hosts
 
 # Slurm: between the signal and the end of the allocation. Kubernetes: until ranks that still save are killed.
 NOTICE_S = 120
@@ -268,7 +268,7 @@ def _pyxis(job: BatchJob, mounts: Sequence[str]) -> list[str]:
 def kubernetes_manifest(job: BatchJob, options: KubernetesOptions | None = None) -> str:
     """Write a headless Service and an Indexed Job as YAML: pod i is node i, pod 0 the master.
 
-    With ranks in reserve, a lost pod that is started again joins these, and the Job is done when pod 0 is.
+    With ranks in reserve, or --elastic, a lost pod that is started again joins, and the Job is done when pod 0 is.
 
     Raises:
         UserError: a name that Kubernetes does not allow.
@@ -281,7 +281,7 @@ def kubernetes_manifest(job: BatchJob, options: KubernetesOptions | None = None)
     limits: dict[str, object] = dict.fromkeys([] if job.cpu else ["nvidia.com/gpu"], job.slots)
     limits |= {k: v for k, v in (("cpu", job.cpus), ("memory", job.memory)) if v is not None}
     claims = _line_if_set(options.claim)
-    replaced = spare_ranks(job.script) > 0
+    replaced = spare_ranks(job.script) > 0 or goes_on_with_fewer(job.script)
     variables = ({"MEGALITE_RESERVE_WAIT": str(_RESERVE_WAIT_S)} if replaced else {}) | job.variables()
     values = {
         "name": _yaml(job.name),

@@ -29,7 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger, unfinished_code
 from megalite.extras.launch.elastic import ReserveAgent, silence
-from megalite.runtime.recover.member import spare_ranks, survives_hosts
+from megalite.runtime.recover.member import goes_on_with_fewer, spare_ranks, survives_hosts
 
 USER_ERROR_CODE = 2
 # As a shell says of what SIGKILL has ended.
@@ -79,8 +79,9 @@ class LocalRanks:
         self.patience_s = patience_s
         self.master = place.master_addr
         self.reserves = survives_hosts(script)
-        # Whether others take the place of a lost host, which the first is not.
-        self.spares, self.first = spare_ranks(script) > 0, place.node_rank == 0
+        # Whether a host that is told to stop leaves, and whether the run goes on without a lost one, but the first.
+        self.leaves, self.first = goes_on_with_fewer(script), place.node_rank == 0
+        self.replaced = self.leaves or spare_ranks(script) > 0
         self.config = LaunchConfig(
             min_nodes=place.nnodes,
             max_nodes=place.nnodes,
@@ -162,11 +163,12 @@ class LocalRanks:
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Ask the ranks to save and exit; a second Ctrl-C is forwarded and ends them at once.
 
-        Where others replace this host, as one that is drained, its ranks work on until their time is over. If the whole
-        run is to stop, the first host is told too.
+        Where reserves replace this host, as one that is drained, its ranks work on until their time is over. If the
+        whole run is to stop, the first host is told too. With --elastic the ranks leave in order.
         """
         first, self.asked = not self.asked, signum
-        if first and self.patience_s and self.spares and not self.first and self.agent and signum == signal.SIGTERM:
+        works_on = self.replaced and not self.leaves and not self.first and signum == signal.SIGTERM
+        if first and self.patience_s and works_on and self.agent:
             signal.alarm(self.patience_s)
             return
         if not self._send(signal.SIGTERM if first else signal.Signals(signum)):
@@ -212,7 +214,7 @@ class LocalRanks:
             cause = f"ended with exit code {code}: see its message above"
         print(f"error: rank {rank} {cause}", file=sys.stderr)
         # Where others replace this host, a scheduler is to tell its loss from an error of the run.
-        return LOST_CODE if self.spares and code == -signal.SIGKILL else 1
+        return LOST_CODE if self.replaced and code == -signal.SIGKILL else 1
 
 
 def wait_for_name(host: str, patience_s: float) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO
 
-from megalite.core.base.log import logger
+from megalite.core.base.log import logger, unfinished_code
 from megalite.extras.launch.failure import FailedRank, RankTail, first_failure, is_explained, parse_report
 from megalite.extras.launch.hosts import SSH_FAILED
 from megalite.runtime.base.child import allow_many_files
@@ -28,6 +28,8 @@ HEARTBEAT_S = 3.0
 CLOSE_TO_KILL_S = 15.0
 # Seconds that other hosts have to report a cause after ranks of one host failed only because they lost a peer.
 REPORT_S = 15.0
+# Between attempts to start a lost host again. One that is cut off has stopped by then.
+AGAIN_S = 60.0
 _POLL_S = 0.3
 _MAX_LINE = 1 << 16
 # Exit codes above it are those of processes that a signal has ended, and ssh's of a lost connection.
@@ -38,14 +40,16 @@ _RANK_LINE = re.compile(r"\[\[rank (\d+)\]\] ?(?:\[rank \1\] |\[rank\1\]: )?(.*)
 
 @dataclass
 class Remote:
-    """One host's ssh process and its state."""
+    """One host's ssh process and its state; `again_at`: when it is started again, on the launcher's clock."""
 
     name: str
+    command: Sequence[str]
     process: subprocess.Popen[bytes]
     open_streams: int = 2
     buffers: dict[str, bytes] = field(default_factory=lambda: {"out": b"", "err": b""})
     torchrun_report: list[str] = field(default_factory=list)
     code: int | None = None
+    again_at: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -74,18 +78,26 @@ class Runner:
         log_dir: where torchrun's files are on the hosts.
         reserves: whether the run has ranks in reserve: once all ranks have met, it goes on without a host that is lost,
             unless that is the first.
+        returns: whether such a host may join again: it is started anew until the run ends.
     """
 
     def __init__(
-        self, hosts: Sequence[str], commands: Sequence[Sequence[str]], log_dir: str, reserves: bool = False
+        self,
+        hosts: Sequence[str],
+        commands: Sequence[Sequence[str]],
+        log_dir: str,
+        reserves: bool = False,
+        returns: bool = False,
     ) -> None:
         self._log_dir = log_dir
-        self._reserves = reserves
+        self._reserves, self._returns = reserves, returns
         self._replaces = False
         self._tails: dict[int, RankTail] = defaultdict(RankTail)
         self._failed: list[FailedRank] = []
         self._first_code = 0
         self._unseen: set[str] = set()
+        # Lost hosts, of which each is told of once until it says something again.
+        self._told: set[str] = set()
         self._stop_requests = 0
         self._close_at = self._kill_at = float("inf")
         # Guards the hosts' standard inputs, which the heartbeat thread and signal handlers (main thread) write to.
@@ -104,7 +116,7 @@ class Runner:
         assert process.stdout is not None
         assert process.stderr is not None
         os.set_blocking(process.stdin.fileno(), False)
-        remote = Remote(name, process)
+        remote = Remote(name, command, process)
         self._selector.register(process.stdout, selectors.EVENT_READ, (remote, "out"))
         self._selector.register(process.stderr, selectors.EVENT_READ, (remote, "err"))
         return remote
@@ -200,6 +212,7 @@ class Runner:
         if match is not None:
             rank, line = int(match[1]), match[2]
             label = f"[{remote.name} rank {rank}]"
+            self._told.discard(remote.name)
             if which == "err":
                 self._tails[rank].add(line, time.monotonic())
                 self._replaces |= self._reserves and MET in line
@@ -220,6 +233,12 @@ class Runner:
                 remote.code = _shell_code(remote.process.returncode)
                 if remote.code:
                     self._host_failed(remote)
+                elif self._returns and self._goes_on():
+                    remote.again_at = time.monotonic() + AGAIN_S  # it left, as it was told to stop
+        for at, remote in enumerate(self._remotes):
+            if time.monotonic() > remote.again_at and self._goes_on():
+                self._unseen.discard(remote.name)
+                self._remotes[at] = self._start(remote.name, remote.command)
         if time.monotonic() > self._close_at:
             self.close_inputs()
         if time.monotonic() > self._kill_at:
@@ -230,6 +249,11 @@ class Runner:
                     _kill_session(remote.process)
             self._kill_at = time.monotonic() + CLOSE_TO_KILL_S
 
+    def _goes_on(self) -> bool:
+        """Whether the run goes on as long as the first host's ranks do, and nobody has asked for its end."""
+        asked = self._stop_requests > 0 or self._kill_at < float("inf")
+        return self._replaces and self._remotes[0].code is None and not asked
+
     def _host_failed(self, remote: Remote) -> None:
         assert remote.code is not None
         lost = remote.code == SSH_FAILED
@@ -237,9 +261,16 @@ class Runner:
             self._unseen.add(remote.name)
         failed = parse_report(remote.name, "\n".join(remote.torchrun_report), time.monotonic())
         ended = ": connection lost" if lost else f" ended with exit code {remote.code}"
-        if self._replaces and self._kill_at == float("inf") and _is_lost(remote.code, failed):
+        left = self._returns and self._goes_on() and {rank.code for rank in failed} == {unfinished_code()}
+        if self._replaces and self._kill_at == float("inf") and (left or _is_lost(remote.code, failed)):
             if remote is not self._remotes[0]:
-                logger.error(f"launch: {remote.name}{ended}; the run goes on if ranks are left in reserve")
+                then = "the run goes on if ranks are left in reserve"
+                if self._returns:
+                    then = f"the run goes on with the hosts that are left: starting it again every {AGAIN_S:g} s"
+                    remote.again_at = time.monotonic() + AGAIN_S
+                if remote.name not in self._told:
+                    logger.error(f"launch: {remote.name}{ended}; {then}")
+                self._told.add(remote.name)
                 return
             remote.code = 1  # the run's: it cannot go on without its store
         self._failed += failed

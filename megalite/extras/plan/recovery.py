@@ -20,6 +20,8 @@ from megalite.runtime.options.run import Config
 RECOVERY_S, RESTART_S = 10.0, 60.0
 # Assumed bytes/s of a GPU's copies to memory that is not page-locked, as a guard's is not: measured by nobody here.
 PAGEABLE = 6e9
+# Assumed with --elastic: until a lost host is back.
+RETURN_S = 3600.0
 # Between checkpoints, where --save-every says nothing.
 SAVES_S = 900.0
 
@@ -103,6 +105,29 @@ def effective(cfg: Config, step: float, mtbf: float, near: float = 0.0, far: flo
     return recovers * steps / cycle, restarts
 
 
+def fewer(cfg: Config, grid: Grid, cluster: Cluster, mtbf: float) -> tuple[int, float]:
+    """Compute what is left of a run with `--elastic` while a host is lost, which it is for `RETURN_S`.
+
+    A step takes as long as the pipeline's passes: those of the replica with most micro-batches, and pp - 1 to fill it.
+
+    Args:
+        cfg: the run.
+        grid: its layout.
+        cluster: the hosts.
+        mtbf: seconds between two failures anywhere in the run, on average.
+
+    Returns:
+        Number of replicas without a host, and which share of the undisturbed run's steps is done, on average: of none
+        where a host takes the last replica.
+    """
+    size, pp, replica = cfg.train.global_batch_size, cfg.parallel.pp, grid.world // grid["dp"]
+    dp = (grid.world - cluster.host) // replica
+    if dp < 1:
+        return 0, max(0.0, 1 - RETURN_S / mtbf)
+    whole, left = (cfg.passes(size, replicas) + pp - 1 for replicas in (grid["dp"], dp))
+    return dp, 1 - min(1.0, RETURN_S / mtbf) * (1 - whole / left)
+
+
 def failure_figures(
     cfg: Config, grid: Grid, ranks: Sequence[RankMemory], cluster: Cluster, step: float, mtbf: float | None
 ) -> dict[str, float]:
@@ -123,6 +148,9 @@ def failure_figures(
     if mtbf is not None:
         recovers, restarts = effective(cfg, step, mtbf * 3600, near, far)
         out |= {"mtbf_hours": mtbf, "progress_with_copies": recovers, "progress_with_restarts": restarts}
+        if cfg.run.elastic:
+            dp, share = fewer(cfg, grid, cluster, mtbf * 3600)
+            out |= {"dp_without_a_host": dp, "progress_with_fewer": recovers * share}
     return out
 
 
@@ -131,10 +159,16 @@ def effective_text(cfg: Config, step: float, figures: dict[str, float]) -> str:
     every, mtbf = cfg.run.recover_every, figures["mtbf_hours"]
     recovers, restarts = figures["progress_with_copies"], figures["progress_with_restarts"]
     mode = "process" if cfg.run.recover == "none" else cfg.run.recover
+    elastic = ""
+    if "progress_with_fewer" in figures:
+        elastic = (
+            f", {figures['progress_with_fewer']:.1%} with --elastic where each failure takes a host for "
+            f"{RETURN_S / 3600:g} hour (dp {figures['dp_without_a_host']:.0f} meanwhile)"
+        )
     saves = f"--save-every {cfg.run.save_every}" if cfg.run.save_every else f"a save every {SAVES_S / 60:.0f} min"
     return (
         f"a failure every {mtbf:g} hours: {recovers:.1%} of the time is progress with --recover {mode} "
-        f"({RECOVERY_S:.0f} s and {every} step{'s' * (every > 1)} of {step:.3g} s each, and copies), "
+        f"({RECOVERY_S:.0f} s and {every} step{'s' * (every > 1)} of {step:.3g} s each, and copies){elastic}, "
         f"{restarts:.1%} with restarts "
         f"({RESTART_S:.0f} s, {saves}); seconds are assumed"
     )

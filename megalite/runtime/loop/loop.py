@@ -12,6 +12,7 @@ from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger, warn_on_rank_0
+from megalite.core.mesh.collectives import gather_texts
 from megalite.core.options.rates import describe_warmup
 from megalite.core.rows import MAX_WEIGHT
 from megalite.core.step import StepResult, train_step
@@ -125,15 +126,21 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
         catch_up(run, progress)
         while run.step < cfg.train.train_steps and not progress.stop:
             result, record = one_step(run, progress)
+            pauses = _is_asked_to_pause(run, progress)
             if result.spiked and cfg.run.on_spike == "rewind" and go_back(run, result, progress):
                 continue
             count_bad_steps(run, result, progress)
-            if not progress.bad_steps and run.step % cfg.run.recover_every == 0:
+            # After a bad step there is no state to go on from.
+            pauses &= not progress.bad_steps and run.step < cfg.train.train_steps
+            if not progress.bad_steps and (pauses or run.step % cfg.run.recover_every == 0):
                 keep_copy(run)
-            follow_up(run, progress)
+            if not pauses:
+                follow_up(run, progress)
             garbage.end_of_step(run.step, saves=progress.saved_at == run.step)
             run.heartbeat.beat("between steps", run.step, IDLE)
             yield record
+            if pauses:
+                run.companion.pause()
     if progress.bad_steps and result.skipped:
         run.heartbeat.beat("last save", run.step, CHILDREN)
         run.checkpointer.settle()
@@ -199,8 +206,7 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     failure = failure or progress.failure
     run.heartbeat.beat("training", step, patience)
     settle = engine.optimizer.wait_weights
-    every = engine.cfg.run.exit_interval
-    stop = run.stop_asked or progress.is_over(engine.cfg.run.max_minutes) or (every > 0 and step % every == 0)
+    stop = _is_asked_to_stop(run, progress, step) or run.companion.pauses()
     scalars = {**engine.optimizer.scalars(), **engine.scaler.scalars()}
 
     train = partial(train_step, engine, batch, step, stop=stop, failed=failure is not None, loss_limit=run.spikes.limit)
@@ -233,6 +239,28 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     if devices := progress.devices.end():
         run.metrics.event("devices", step=step, **devices)
     return result, record
+
+
+def _is_asked_to_stop(run: Run, progress: Progress, step: int) -> bool:
+    options = run.engine.cfg.run
+    every = options.exit_interval
+    return run.stop_asked or progress.is_over(options.max_minutes) or (every > 0 and step % every == 0)
+
+
+def _is_asked_to_pause(run: Run, progress: Progress) -> bool:
+    """Whether all ranks are to wait for the next round, in which ranks come or go; every rank calls it.
+
+    What is due after the step, an evaluation or a save, is then left to those who take over. A run that is to stop as
+    well stops.
+    """
+    options = run.engine.cfg.run
+    if not (progress.stop and options.elastic and run.copies):
+        return False
+    stops = "stop" * _is_asked_to_stop(run, progress, run.step)
+    if any(gather_texts(stops, run.engine.ctx.world, run.engine.ctx.device)):
+        return False
+    progress.stop = False
+    return True
 
 
 def _check_weight(run: Run, targets: float) -> None:

@@ -81,6 +81,8 @@ class RunConfig:
     """With --recover host: without a spare rank left, go on with fewer replicas, the same samples, loss and norm."""
     min_ranks: int = 0
     """With --elastic: with fewer ranks than this the last state is saved, and the exit code is 75. 0: one replica."""
+    grow_after: float = 60.0
+    """With --elastic: seconds from a loss or a change until hosts that have come back may join."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
     """On a loss spike: ignore it, skip its update, or rewind to the last checkpoint and skip the samples since then."""
     spike_threshold: float = 1.5
@@ -146,7 +148,7 @@ class RunConfig:
         require(self.run_dir != "", "--run-dir ''", "is empty", "give a directory")
         in_range(self, "cache_gb", 0.001, 10**7)
         in_range(self, "data_workers", 0, 1024)
-        in_range(self, "upload_patience read_patience", 0, 10**6)
+        in_range(self, "upload_patience read_patience grow_after", 0, 10**6)
         check_url("--run-dir", self.run_dir)
         check_url("--resume", self.resume)
         given, rule = f"--run-dir {self.run_dir}", "is gone when a process ends, and each has its own"
@@ -158,6 +160,8 @@ class RunConfig:
         require(not self.elastic or self.recover == "host", "--elastic", rule, "use --recover host")
         given, rule = f"--min-ranks {self.min_ranks}", "applies to runs whose number of ranks may fall"
         require(self.min_ranks == 0 or self.elastic, given, rule, "use --elastic, or drop it")
+        given, rule = f"--grow-after {self.grow_after:g}", "applies to runs whose number of ranks may grow"
+        require(self.grow_after == RunConfig.grow_after or self.elastic, given, rule, "use --elastic, or drop it")
         check_url("--init-from-hf", str(self.init_from_hf))
         check_local("--calibration", self.calibration)
         for file in self.eval_tasks:

@@ -66,6 +66,10 @@ class Guard:
         self._round = 0
         self._broken = False
         self._ending = False
+        # Whether this host was told to stop, and the trainer is to pause; the round in which it has paused, and that in
+        # which it has made a copy; the last copy that is whole elsewhere.
+        self._leaves = self._pauses = False
+        self._paused = self._begun = self._kept_number = -1
         self._code: int | None = None
         self._waits, self._spares = waits, spares
         self._next = None if waits else messages.Turn(spares=spares)
@@ -87,6 +91,14 @@ class Guard:
             self._loop.turn()
 
     def _relay(self, number: int, _frame: FrameType | None) -> None:
+        """Take a signal: a run that goes on without this host ends its ranks in order, else they stop the run."""
+        if number == signal.SIGTERM and self._meeting.leaves and not self._leaves:
+            self._leaves = True
+            self._loop.post(lambda: self._tell(messages.Leaves()))
+        else:
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
         """Pass a signal on; one that asks for a stop waits for a process that is taking over."""
         if number != signal.SIGUSR1:
             self._asked = number
@@ -120,10 +132,13 @@ class Guard:
                     member.packets.send(messages.Wait(alone=self._hub is None))
             case messages.Slots() | messages.Void() | messages.Commit() | messages.Loaded():
                 self._held.hear(message, descriptors)
-                if isinstance(message, messages.Commit) and self._spare is None and self._failures < _MAX_FAILURES:
-                    self._start()  # not earlier: its imports would compete with a first step
-            case messages.Listen(world, limit, alone, elsewhere, unit, fewest):
-                hub = Hub(self._loop, world, limit, alone, elsewhere, self._spares, unit, fewest)
+                if isinstance(message, messages.Commit):
+                    self._committed()
+            case messages.Paused():
+                self._paused = message.round
+                self._tell_if_paused()
+            case messages.Listen():
+                hub = Hub(self._loop, message, self._spares)
                 member.packets.send(messages.Listening(hub.port, hub.token))
             case messages.Meet():
                 self._meet(message)
@@ -138,6 +153,14 @@ class Guard:
                 self._lost(member)
         return True
 
+    def _committed(self) -> None:
+        """Another copy is whole."""
+        if self._spare is None and self._failures < _MAX_FAILURES:
+            self._start()  # not earlier: its imports would compete with a first step
+        if self._begun < self._round:
+            self._begun = self._round
+            self._tell(messages.Began(self._round))
+
     def _hand_over(self) -> bool:
         """Let the process that waits be the rank, if a round has begun without one."""
         if self._next is None or self._spare is None or not self._spare.here:
@@ -147,6 +170,8 @@ class Guard:
         self._trainer = self._spare
         self._spare = None
         self._next = None
+        if self._pauses:
+            self._trainer.packets.send(messages.Pause())
         return True
 
     def _ended(self, member: Member) -> None:
@@ -211,7 +236,8 @@ class Guard:
             self._hub = Link(self._loop, socket.create_connection(address, timeout=_CONNECT_S), self._hear_hub)
         except OSError as e:
             self._leave(1, f"the guard of rank 0 at {address[0]}:{address[1]} cannot be reached ({e})")
-        hello = messages.Hello(self._rank, message.token, network(), host=socket.gethostname())
+        name, identity = socket.gethostname(), message.identity
+        hello = messages.Hello(self._rank, message.token, network(), host=name, identity=identity)
         if message.elsewhere:
             if self._launcher:
                 signal_when_parent_dies(signal.SIGKILL)  # a lost host, and no reason for the others to stop
@@ -219,8 +245,16 @@ class Guard:
         self._hub.send(hello)
 
     def _kept(self, number: int) -> None:
+        self._kept_number = number
         if self._trainer:
             self._trainer.packets.send(messages.Kept(number))
+        self._tell_if_paused()
+
+    def _tell_if_paused(self) -> None:
+        """Tell the hub once the trainer waits and its last copy is elsewhere, too: so no step is done again."""
+        if self._paused == self._round and self._held.copies and self._held.copies[-1].number <= self._kept_number:
+            self._paused = -1
+            self._tell(messages.Paused(self._round))
 
     def _cannot_send(self, why: str) -> None:
         self._blame(f"the copies of rank {self._rank} do not reach the host that keeps them ({why})")
@@ -262,6 +296,14 @@ class Guard:
                 self._go(message)
             case messages.Buddy():
                 self._held.find_buddy(self._rank, message.address)
+            case messages.Pause():
+                self._pauses = True
+                if self._trainer is not None:
+                    self._trainer.packets.send(message)
+            case messages.Stop():
+                self._pass_on(signal.SIGTERM)
+            case messages.Refuse():
+                self._leave(-signal.SIGKILL, message.why)  # a launcher would take a code for the run's error
             case messages.StandIn():
                 self._stand_in()
             case messages.End():
@@ -277,8 +319,9 @@ class Guard:
     def _go(self, go: messages.Go) -> None:
         """The next round begins, from these copies."""
         self._round = go.round
-        self._broken = False
+        self._broken = self._pauses = False
         self._code = None
+        self._tell(messages.Taken(self._round))
         self._held.go_back(self._round, go.numbers, go.layout, go.rank)
         self._rank, self._waits = go.rank, go.rank < 0
         if self._waits:

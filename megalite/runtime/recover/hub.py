@@ -17,13 +17,17 @@ from typing import NamedTuple
 from megalite.core.base.log import env_int, unfinished_code
 from megalite.runtime.recover import messages
 from megalite.runtime.recover.connections import EventLoop, Link, is_token
-from megalite.runtime.recover.peers import Peer, buddies, describe_loss, find_copies, find_lenders
+from megalite.runtime.recover.peers import JOINS, LEAVES, LOST, Peer, buddies, describe, find_copies, find_lenders
 from megalite.runtime.recover.processes import say
 
 # A rank that dies this often at one step has a cause that no repetition cures.
 _DEATHS_AT_A_STEP = 3
 # A killed process is gone in milliseconds, unless a driver or a disk holds it.
 _GATHER_S = 60.0
+# Hosts that come back do so together, and so do signals that ask all of them to stop.
+_QUIET_S, _TOLD_TOGETHER_S = 10.0, 3.0
+# What is wrong with a host that the run has no use for.
+_OTHER = "has other options or another version of megalite than the run: make them the same, and start it again"
 # Where the hub is if no other host has ranks.
 LOOPBACK = "127.0.0.1"
 # What a scheduler takes for "start it again" (EX_TEMPFAIL).
@@ -37,9 +41,9 @@ class _Failure(NamedTuple):
     """First failure of a round that is broken.
 
     Attributes:
-        rank: of the guard that has told of it.
+        rank: of the guard that has told of it; -1 where all trainers have paused, for ranks that come or go.
         dead: all ranks that have died in the round.
-        died: when it was told of, as `time.monotonic`.
+        died: when it was told of, or the first trainer had paused, as `time.monotonic`.
     """
 
     rank: int
@@ -51,40 +55,30 @@ class _Failure(NamedTuple):
 class Hub:
     """Hears all guards, and tells all of them the same.
 
-    Reserves may come at any time, also from hosts that were lost: Kubernetes starts lost pods again.
+    Reserves may come at any time, also from hosts that were lost: Kubernetes starts lost pods again. If the number of
+    ranks may change, they join once they make another replica: all trainers pause after a step, and a round begins in
+    which nobody has died. So it does where hosts are told to stop, which leave once nobody needs their copies.
 
     Args:
         loop: where it is read.
-        world: number of ranks.
-        limit: recoveries before the run is given up.
-        alone: whether all guards are on this host.
-        elsewhere: whether guards keep each other's copies, and reserves take the place of those that are gone.
-        spares: how many of these the launcher starts.
-        unit: the number of ranks may be any multiple of this, where a lost one cannot be replaced; 0: it stays.
-        fewest: ranks without which the run saves, and ends.
+        listen: the run's sizes and rules.
+        spares: how many reserves the launcher starts.
     """
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        world: int,
-        limit: int,
-        alone: bool,
-        elsewhere: bool = False,
-        spares: int = 0,
-        unit: int = 0,
-        fewest: int = 0,
-    ) -> None:
+    def __init__(self, loop: EventLoop, listen: messages.Listen, spares: int = 0) -> None:
         self._loop = loop
-        self._world = world
-        self._limit = limit
-        self._elsewhere = elsewhere
-        self._unit, self._fewest = unit, max(unit, fewest)
+        self._world = world = listen.world
+        self._limit = listen.limit
+        self._elsewhere = listen.elsewhere
+        self._unit, self._fewest = listen.unit, max(listen.unit, listen.fewest)
+        self._grow_after, self._identity = listen.grow_after, listen.identity
+        # When ranks may join at the earliest, and how often somebody has come or a round begun.
+        self._grows_at, self._changes = 0.0, 0
         # The number of ranks of each layout that there has been, and which is that of the round.
         self._worlds, self._layout = {0: world}, 0
         # Not at the address of this host's name: here it may be 127.0.1.1, or one that only the others can use.
-        both = socket.has_dualstack_ipv6() and not alone
-        family, address = socket.AF_INET6 if both else socket.AF_INET, LOOPBACK if alone else ""
+        both = socket.has_dualstack_ipv6() and not listen.alone
+        family, address = socket.AF_INET6 if both else socket.AF_INET, LOOPBACK if listen.alone else ""
         self._server = socket.create_server((address, 0), family=family, backlog=1024, dualstack_ipv6=both)
         self.port, self.token = self._server.getsockname()[1], secrets.token_hex(16)
         self._guards: dict[int, Peer] = {}
@@ -100,11 +94,14 @@ class Hub:
         # Whether some ranks are on hosts that have no device for them.
         self._stood_in = False
         self._broken: _Failure | None = None
+        # Of the round: guards that have heard of it; ranks that have made its first copy, have paused, are done.
+        self._taken, self._began = list[Peer](), set[int]()
+        self._paused, self._paused_at = set[int](), 0.0
         self._done: set[int] = set()
         # Ranks whose guards have not yet said, since the round is broken, which copies there are; and those that have
         # lost their guards since.
         self._silent, self._lost = set[int](), set[int]()
-        self._gone = dict[int, Peer]()
+        self._gone, self._left = dict[int, Peer](), dict[int, Peer]()
         self._deaths: Counter[tuple[int, int]] = Counter()
         loop.watch(self._server.fileno(), self._accept)
 
@@ -119,6 +116,12 @@ class Hub:
             link.close()
             return
         peer = Peer(link, message.rank, message.port, message.network, message.host)
+        # Stand-ins are forks of those that are here.
+        if peer.rank < 0 and message.identity != self._identity and not self._stood_in:
+            link.heard = lambda _: None
+            link.send(messages.Refuse(f"{peer.host} {_OTHER}"))
+            say(0, f"host {peer.host} is not taken in reserve: it {_OTHER}")
+            return
         link.heard = lambda message: self._hear(peer, message)
         if peer.rank < 0:
             self._reserves.append(peer)
@@ -128,6 +131,8 @@ class Hub:
         if self._broken is not None:
             link.send(messages.Break(self._round))
             self._fill_vacancies()
+        elif peer.rank < 0:
+            self._look_for_growth()
         elif self._elsewhere and peer.rank >= 0 and len(self._guards) == self._world:
             for rank, address in enumerate(self._addresses_of_buddies()):
                 self._guards[rank].link.send(messages.Buddy(address))
@@ -163,6 +168,18 @@ class Hub:
                 peer.lent = {(layout, rank): {(number, step) for number, step in held} for layout, rank, held in lent}
                 self._silent.discard(peer.rank)
                 self._go_if_all_are_dead()
+            case messages.Taken() if message.round == self._round:
+                self._taken.append(peer)
+            case messages.Began() if message.round == self._round and self._broken is None:
+                self._began.add(peer.rank)
+                self._let_go()
+            case messages.Paused() if message.round == self._round and self._broken is None:
+                self._paused_at = time.monotonic() if not self._paused else self._paused_at
+                self._paused.add(peer.rank)
+                if len(self._paused) == self._world:
+                    self._break(-1, "", died=False)
+            case messages.Leaves():
+                self._ask_to_leave(peer)
             case messages.Done() if message.round == self._round and self._broken is None:
                 self._done.add(peer.rank)
                 if len(self._done) == self._world:
@@ -172,7 +189,8 @@ class Hub:
         """A guard is gone, with all that it guarded: have a reserve be its rank."""
         if peer in self._reserves:
             self._reserves.remove(peer)
-            say(0, f"a rank in reserve is gone with its host or its guard, {len(self._reserves)} left")
+            if not peer.leaves:
+                say(0, f"a rank in reserve is gone with its host or its guard, {len(self._waiting())} left")
             self._go_if_all_are_dead()
             return
         cause = f"the guard of rank {peer.rank} is gone, and with it what it kept"
@@ -188,18 +206,74 @@ class Hub:
         self._silent.add(peer.rank)
         self._lost.add(peer.rank)
         self._gone[peer.rank] = peer
-        if self._patience and not self._reserves and not self._fitting():
+        if self._patience and not self._waiting() and not self._fitting():
             say(0, f"no rank is left in reserve: waiting up to {self._patience} s for a host to come back")
         self._fill_vacancies()
 
     def _fill_vacancies(self) -> None:
         """Have reserves be the ranks whose guards are gone; where none has come yet, the round waits for it."""
-        while self._vacant and self._reserves:
-            rank, substitute = self._vacant.pop(0), self._reserves.pop(0)
+        while self._vacant and (waiting := self._waiting()):
+            rank, substitute = self._vacant.pop(0), waiting[0]
+            self._reserves.remove(substitute)
             substitute.rank, self._guards[rank] = rank, substitute
             if substitute.held is not None:
                 self._silent.discard(rank)
+            elif self._unit:
+                self._loop.after(_GATHER_S, partial(self._give_up_substitute, self._round, substitute))
         self._go_if_all_are_dead()
+
+    def _waiting(self) -> list[Peer]:
+        """Reserves that may take a place."""
+        return [peer for peer in self._reserves if not peer.leaves]
+
+    # --------------------------------------------------------------------------------------- hosts that come and go
+
+    def _look_for_growth(self) -> None:
+        """Once nobody has come for a while, and no round has begun, see whether those who wait make a replica."""
+        if self._unit:
+            self._changes += 1
+            quiet = min(_QUIET_S, self._grow_after)
+            self._loop.after(max(quiet, self._grows_at - time.monotonic()), partial(self._grow, self._changes))
+
+    def _grow(self, changes: int) -> None:
+        if changes == self._changes and self._fitting() > self._world:
+            self._pause()
+
+    def _ask_to_leave(self, peer: Peer) -> None:
+        """Let a host go that was told to stop; but if the run cannot go on without it, all stop."""
+        peer.leaves = True
+        if peer.rank < 0:
+            self._let_go()
+        elif peer.network == self._guards[0].network or not self._fitting():
+            peer.leaves = False
+            peer.link.send(messages.Stop())
+        else:
+            # The whole run may have been told to, and the other hosts, with the hub, hear of it a little later.
+            self._loop.after(_TOLD_TOGETHER_S, self._pause_for_leavers)
+
+    def _pause_for_leavers(self) -> None:
+        if any(peer.leaves for peer in self._guards.values()):
+            self._pause()
+
+    def _pause(self) -> None:
+        """Have all trainers wait after a step; the first one tells the others."""
+        if self._broken is None and not self._ended and not self._gave_up:
+            self._guards[0].link.send(messages.Pause())
+
+    def _let_go(self) -> None:
+        """End those that leave and have no place, once nobody needs their copies."""
+        if self._broken is None and (self._round == 0 or len(self._began) == self._world):
+            for peer in [peer for peer in self._reserves if peer.leaves]:
+                self._reserves.remove(peer)
+                self._dismiss(peer, unfinished_code())
+
+    @staticmethod
+    def _dismiss(peer: Peer, code: int) -> None:
+        """End a guard that is in no list any more."""
+        peer.link.heard = lambda _: None
+        peer.link.send(messages.End(code, "", kill=True))
+
+    # --------------------------------------------------------------------------------------------------- rounds
 
     def _break(self, rank: int, cause: str, died: bool) -> None:
         """Let all trainers be killed; what is broken meanwhile is part of it."""
@@ -207,8 +281,13 @@ class Hub:
         if self._broken is not None:
             self._broken.dead.update(dead)
             return
-        self._broken = _Failure(rank, dead, cause, time.monotonic())
+        self._broken = _Failure(rank, dead, cause, time.monotonic() if rank >= 0 else self._paused_at)
         self._silent, self._lost, self._gone = set(range(self._world)), set(), {}
+        self._left = {peer.rank: peer for peer in self._guards.values() if peer.leaves}
+        for place, peer in self._left.items():
+            self._reserves.append(self._guards.pop(place))
+            self._vacant.append(place)
+            peer.rank = -1
         if self._gave_up:
             self._end_unfinished(f"{cause} while the last state was being saved")
             return
@@ -216,11 +295,18 @@ class Hub:
         longest = max(_GATHER_S, self._patience)
         for seconds in {_GATHER_S, longest}:
             self._loop.after(seconds, partial(self._give_up_waiting, self._round, seconds == longest))
+        if self._left:
+            self._fill_vacancies()
 
     def _give_up_waiting(self, number: int, last: bool = True) -> None:
         """Go on without a round's missing ranks, or end; not `last`: those that are lost may still be replaced."""
         if number != self._round or self._ended:
             return
+        given_up = self._silent if last else self._silent - self._lost
+        for peer in [peer for rank, peer in self._guards.items() if rank in given_up]:
+            self._give_up_on(peer)
+        if number != self._round:
+            return  # that was all
         met = len(self._silent) == len(self._vacant) and not self._gave_up
         enough = met and self._unit and (not self._vacant or self._fitting())
         if not (last or enough or self._silent - self._lost):
@@ -240,13 +326,27 @@ class Hub:
 
     def _drop_silent_reserves(self) -> None:
         """Go on without what those have who say nothing; should they wake up, they end."""
-        for peer in self._reserves:
-            if peer.held is None:
-                # It is in no list any more.
-                peer.link.heard = lambda _: None
-                # Launchers take a code for the run's error, and a signal for a loss.
-                peer.link.send(messages.End(-signal.SIGKILL, "", kill=True))
-        self._reserves = [peer for peer in self._reserves if peer.held is not None]
+        for peer in [peer for peer in self._reserves if peer.held is None]:
+            self._reserves.remove(peer)
+            # Launchers take a code for the run's error, and a signal for a loss.
+            self._dismiss(peer, -signal.SIGKILL)
+
+    def _give_up_on(self, peer: Peer) -> None:
+        """As if the host of a guard that says nothing were lost, where the run goes on without it."""
+        if self._unit and peer.rank > 0 and not self._gave_up and not self._ended:
+            self._dismiss(peer, -signal.SIGKILL)
+            self._lose(peer)
+
+    def _give_up_substitute(self, number: int, peer: Peer) -> None:
+        """Give up one that has taken a lost rank's place, and has said nothing since."""
+        if number == self._round and self._broken is not None and peer.held is None and peer.rank >= 0:
+            self._give_up_on(peer)
+
+    def _give_up_deaf(self, number: int) -> None:
+        """Give up those who have not heard that a round has begun: all others would wait for their trainers."""
+        if number == self._round and self._broken is None:
+            for peer in [peer for peer in self._guards.values() if peer not in self._taken]:
+                self._give_up_on(peer)
 
     def _ask_for_stand_ins(self) -> None:
         """Have those who keep the lost ranks' copies start guards for them, for a last save: nobody is in reserve."""
@@ -268,14 +368,13 @@ class Hub:
         # Ranks without a guard are silent.
         if self._broken is None or self._ended or len(self._silent) > len(self._vacant):
             return
-        world = self._world
-        if self._vacant:
-            world = self._fitting()
-            if self._expected or (self._patience and not world):
-                return
-            if not world:
-                self._ask_for_stand_ins()
-                return
+        fits = self._fitting()
+        if self._vacant and (self._expected or (self._patience and not fits)):
+            return
+        if self._vacant and not fits:
+            self._ask_for_stand_ins()
+            return
+        world = fits or self._world
         common, keepers = find_copies(self._guards, self._world) if world == self._world else ([], {})
         moves, source, lenders = False, 0, list[Peer]()
         if self._unit and not common:
@@ -284,19 +383,7 @@ class Hub:
                 return  # who waits may have what nobody else has
             source, common, lenders = find_lenders(everyone, self._worlds)
             moves = world != self._world or bool(common)
-        # Where nobody has died, who lost a connection counts.
-        ranks = sorted(self._broken.dead) or [self._broken.rank]
-        for rank in ranks:
-            # Changes give lost hosts' ranks to others: which host it was is not in the number.
-            if self._unit and rank in self._gone:
-                continue
-            at = (rank, common[0][1] if common else -1)
-            self._deaths[at] += 1
-            if self._deaths[at] == _DEATHS_AT_A_STEP:
-                self._gave_up = f"rank {rank} has died {_DEATHS_AT_A_STEP} times at one step"
-        self._recoveries += 1
-        if not self._gave_up and self._recoveries > self._limit:
-            self._gave_up = f"there were more than --max-recoveries {self._limit} recoveries"
+        ranks = self._count_deaths(common)
         if self._gave_up and not common:
             self._end_unfinished(f"{self._broken.cause}; {self._gave_up}, and there is no state to save")
             return
@@ -310,40 +397,69 @@ class Hub:
             gave_up=self._gave_up,
             on_cpu=self._stood_in,
         )
+        joined = list[Peer]()
         if moves:
-            if self._gone:
-                left = [*self._guards.values(), *self._reserves]
-                go = go._replace(cause=describe_loss([*self._gone.values()], [*self._gone], left))
             go = go._replace(was=self._world, source=source, lenders=[*map(self._address, lenders)])
-            self._take_places(world)
+            joined = self._take_places(world)
             keepers = {}
+        if moves or not ranks:
+            go = go._replace(cause=self._describe_change(joined) or go.cause or "a host that was to join is gone again")
         self._go(go, keepers if common else {})
+
+    def _count_deaths(self, common: list[messages.Copy]) -> list[int]:
+        """Count a recovery, and the ranks that have died in it, which are returned; nobody has where all had paused."""
+        assert self._broken is not None
+        # Where nobody has died, who lost a connection counts.
+        ranks = sorted(self._broken.dead) or [rank for rank in [self._broken.rank] if rank >= 0]
+        for rank in ranks:
+            # Changes give lost hosts' ranks to others: which host it was is not in the number.
+            if self._unit and rank in self._gone:
+                continue
+            at = (rank, common[0][1] if common else -1)
+            self._deaths[at] += 1
+            if self._deaths[at] == _DEATHS_AT_A_STEP:
+                self._gave_up = f"rank {rank} has died {_DEATHS_AT_A_STEP} times at one step"
+        self._recoveries += bool(ranks)
+        if not self._gave_up and self._recoveries > self._limit:
+            self._gave_up = f"there were more than --max-recoveries {self._limit} recoveries"
+        return ranks
+
+    def _describe_change(self, joined: list[Peer]) -> str:
+        """Say which hosts are lost, leave, and join; "" where there are none."""
+        stay = [*self._guards.values(), *self._waiting()]
+        told = [describe(peers, stay, words) for peers, words in ((self._gone, LOST), (self._left, LEAVES))]
+        here = {peer.rank: peer for peer in joined}
+        told.append(describe(here, [peer for peer in stay if peer not in joined], JOINS))
+        return " and ".join(filter(None, told))
 
     def _fitting(self) -> int:
         """How many of the ranks that are left make whole replicas; 0: too few, or the number of ranks stays."""
         if not self._unit or self._gave_up:
             return 0
-        left = len(self._guards) + len(self._reserves)
+        left = sum(not peer.leaves for peer in [*self._guards.values(), *self._reserves])
         world = min(left // self._unit * self._unit, self._worlds[0])
         return world if world >= self._fewest else 0
 
-    def _take_places(self, world: int) -> None:
-        """Give the guards that are left new ranks, host by host; who has none is in reserve."""
+    def _take_places(self, world: int) -> list[Peer]:
+        """Give the guards that stay new ranks, host by host, the others wait; return those that have waited before."""
         hosts: dict[str, list[Peer]] = {}
-        for peer in [*(self._guards[rank] for rank in sorted(self._guards)), *self._reserves]:
+        for peer in [*(self._guards[rank] for rank in sorted(self._guards)), *self._waiting()]:
             hosts.setdefault(peer.network, []).append(peer)
         peers = [peer for here in hosts.values() for peer in here]
+        joined = [peer for peer in peers[:world] if peer.rank < 0]
         for rank, peer in enumerate(peers):
             peer.rank = rank if rank < world else -1
-        self._guards, self._reserves, self._vacant = dict(enumerate(peers[:world])), peers[world:], []
+        leavers = [peer for peer in self._reserves if peer.leaves]
+        self._guards, self._reserves, self._vacant = dict(enumerate(peers[:world])), [*peers[world:], *leavers], []
         self._world, self._layout = world, self._round + 1
         self._worlds[self._layout] = world
+        return joined
 
     def _go(self, go: messages.Go, keepers: dict[int, Peer]) -> None:
         self._round = go.round
         self._broken = None
-        self._done = set()
-        go = go._replace(layout=self._layout, reserve=len(self._reserves))
+        self._done, self._began, self._paused, self._taken = set(), set(), set(), []
+        go = go._replace(layout=self._layout, reserve=len(self._waiting()))
         if self._layout:
             go = go._replace(world=self._world)
         for rank, address in enumerate(self._addresses_of_buddies() or [None] * self._world):
@@ -353,6 +469,11 @@ class Hub:
             reserve.link.send(go)
         for peer in [*self._guards.values(), *self._reserves]:
             peer.held = peer.kept = peer.lent = None
+        if self._unit:
+            self._loop.after(_GATHER_S, partial(self._give_up_deaf, self._round))
+            self._grows_at = time.monotonic() + self._grow_after
+            self._look_for_growth()
+            self._pause_for_leavers()  # who was told to meanwhile
 
     def _end_unfinished(self, why: str) -> None:
         self._end(unfinished_code() or UNFINISHED, why, kill=True)

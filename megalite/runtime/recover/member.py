@@ -77,6 +77,12 @@ def survives_hosts(argv: Sequence[str]) -> bool:
     return spare_ranks(argv) > 0 or _value_of("--recover", argv) == "host"
 
 
+def goes_on_with_fewer(argv: Sequence[str]) -> bool:
+    """Whether a command line's run goes on with the hosts that are left, and takes back those that return."""
+    asked = [word for word in argv if word in ("--elastic", "--no-elastic")]
+    return asked[-1:] == ["--elastic"] and _value_of("--recover", argv) == "host"
+
+
 def _value_of(flag: str, argv: Sequence[str]) -> str:
     """Return the last value of a flag of a command line; "" where it has none."""
     value = ""
@@ -121,6 +127,13 @@ class Companion:
     def lost_a_peer(self) -> None:
         """Say that a connection to another rank is lost; wait to be killed, or return if the run is to end."""
 
+    def pauses(self) -> bool:
+        """Whether ranks come or go: all are to copy their states after a step, and to `pause`."""
+        return False
+
+    def pause(self) -> None:
+        """Say that the state is copied; wait to be killed, or return if the run is to end."""
+
     def may_be_killed(self) -> None:
         """Wait until a death that has just happened would have ended this process too."""
 
@@ -140,53 +153,51 @@ class GuardedRank(Companion):
         os.set_inheritable(descriptor, False)
         self._packets = Packets(descriptor)
         self.slots: list[int] = []
-        self._kept, self._end = -1, False
+        self._kept, self._end, self._pauses = -1, False, False
         # A guard is killed with all that it guards.
         signal_when_parent_dies(signal.SIGKILL)
 
-    def wait_for_turn(self, find_hub: Callable[[bool], str], rehearse: Callable[[], None]) -> None:
+    def wait_for_turn(
+        self,
+        find_hub: Callable[[bool], str],
+        rehearse: Callable[[], None],
+        identify: Callable[[], str] = str,
+        elastic: bool = False,
+    ) -> None:
         """Return when this process is to be the rank.
 
         Args:
             find_hub: called if the guard of this rank knows no other, with whether it is in reserve: if not, the run
                 may have begun, and its place be taken. Returns what `meet` takes, "" if the run has not begun.
             rehearse: called if the turn does not come at once.
+            identify: called if there is a hub; returns the identity, see `Listen`.
+            elastic: whether hosts may come and go.
         """
         self.say(messages.Here())
         told, self.slots = self._receive(messages.Wait, messages.Turn)
-        first = isinstance(told, messages.Turn) and told.go.round == 0 and told.spares > 0
+        first = isinstance(told, messages.Turn) and told.go.round == 0 and (told.spares > 0 or elastic)
         alone = isinstance(told, messages.Wait) and told.alone
-        if hub := find_hub(not first) if first or alone else "":
-            self.meet(-1, hub, elsewhere=True)
+        hub = find_hub(not first) if first or alone else ""
         if hub or not isinstance(told, messages.Turn):
-            rehearse()
+            rehearse()  # before the others know of this one, and wait for it
+            if hub:
+                self.meet(-1, hub, elsewhere=True, leaves=elastic, identity=identify())
             self.turn, self.slots = self._receive(messages.Turn)
         else:
             self.turn = told
         if self.turn.go.rank >= 0:
             take_rank(self.turn.go.rank, self.turn.go.world)
 
-    def host(self, world: int, limit: int, alone: bool, elsewhere: bool, unit: int = 0, fewest: int = 0) -> str:
-        """On rank 0: make the guard the hub of all guards.
-
-        Args:
-            world: number of ranks.
-            limit: recoveries before the run is given up.
-            alone: whether no other host has ranks.
-            elsewhere: whether copies are kept on other hosts too.
-            unit, fewest: see `Hub`.
-
-        Returns:
-            Its port, and the token that the others need.
-        """
-        self.say(messages.Listen(world, limit, alone, elsewhere, unit, fewest))
+    def host(self, listen: messages.Listen) -> str:
+        """On rank 0: make the guard the hub of all guards; return its port, and the token that the others need."""
+        self.say(listen)
         hub, _ = self._receive(messages.Listening)
         return f"{hub.port} {hub.token}"
 
-    def meet(self, rank: int, hub: str, elsewhere: bool) -> None:
+    def meet(self, rank: int, hub: str, elsewhere: bool, leaves: bool = False, identity: str = "") -> None:
         """Connect the guard to the hub, of which `hub` names host, port and token; rank -1 waits in reserve."""
         host, port, token = hub.split()
-        self.say(messages.Meet(rank, host, int(port), token, elsewhere))
+        self.say(messages.Meet(rank, host, int(port), token, elsewhere, leaves, identity))
 
     def say(self, message: messages.FromTrainer) -> None:
         self._packets.send(message)
@@ -209,10 +220,20 @@ class GuardedRank(Companion):
         if not self._end:
             self._receive(messages.Leave)
 
+    def pauses(self) -> bool:
+        while not self._pauses and not self._end and readable(self._packets.socket.fileno(), 0):
+            self._receive(messages.Kept, messages.Pause, messages.Leave)
+        return self._pauses
+
+    def pause(self) -> None:
+        self.say(messages.Paused(self.round))
+        while not self._end:
+            self._receive(messages.Leave)
+
     def may_be_killed(self) -> None:
         until = time.monotonic() + _DOUBT_S
         while not self._end and readable(self._packets.socket.fileno(), max(0.0, until - time.monotonic())):
-            self._receive(messages.Kept, messages.Leave)
+            self._receive(messages.Kept, messages.Pause, messages.Leave)
 
     def _receive(self, *wanted: type[_T]) -> tuple[_T, list[int]]:
         """Wait for a message of one of these types."""
@@ -225,6 +246,8 @@ class GuardedRank(Companion):
             match message:
                 case messages.Kept():
                     self._kept = message.number
+                case messages.Pause():
+                    self._pauses = True
                 case messages.Leave():
                     self._end = True
             if isinstance(message, wanted):

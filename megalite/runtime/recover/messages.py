@@ -25,7 +25,18 @@ class Here(NamedTuple):
 
 
 class Listen(NamedTuple):
-    """The guard is to be the hub; the fields are those of `GuardedRank.host`."""
+    """The guard is to be the hub.
+
+    Attributes:
+        world: number of ranks.
+        limit: recoveries before the run is given up.
+        alone: whether no other host has ranks.
+        elsewhere: whether copies are kept on other hosts too, and reserves take the place of guards that are gone.
+        unit: the number of ranks may be any multiple of this, where a lost one cannot be replaced; 0: it stays.
+        fewest: ranks without which the run saves, and ends.
+        grow_after: seconds from a change of the number of ranks, or a recovery, to growth.
+        identity: what reserves must be, too: a digest of options and code.
+    """
 
     world: int
     limit: int
@@ -33,16 +44,25 @@ class Listen(NamedTuple):
     elsewhere: bool
     unit: int = 0
     fewest: int = 0
+    grow_after: float = 0.0
+    identity: str = ""
 
 
 class Meet(NamedTuple):
-    """The guard is to connect to the hub, as that of a rank, or with -1 in reserve."""
+    """The guard is to connect to the hub, as that of a rank, or with -1 in reserve.
+
+    Attributes:
+        leaves: whether the run goes on without a host that is told to stop.
+        identity: see `Listen`.
+    """
 
     rank: int
     host: str
     port: int
     token: str
     elsewhere: bool
+    leaves: bool = False
+    identity: str = ""
 
 
 class Ready(NamedTuple):
@@ -97,6 +117,12 @@ class Lost(NamedTuple):
     """The connection to another rank is lost."""
 
 
+class Paused(NamedTuple):
+    """The trainer has copied its state, and waits for the next round; the hub hears it once another host has that."""
+
+    round: int
+
+
 # ------------------------------------------------------------------------------------------------ of a guard to the hub
 
 
@@ -109,6 +135,7 @@ class Hello(NamedTuple):
         network: stack that the guard's host uses.
         port: of the guard's keeper; 0 without one.
         host: its name.
+        identity: see `Listen`; of those in reserve.
     """
 
     rank: int
@@ -116,6 +143,7 @@ class Hello(NamedTuple):
     network: str
     port: int = 0
     host: str = ""
+    identity: str = ""
 
 
 class Broken(NamedTuple):
@@ -151,6 +179,22 @@ class Final(NamedTuple):
     """The trainer has ended with the code of an error."""
 
     code: int
+
+
+class Taken(NamedTuple):
+    """The guard has heard that the round begins."""
+
+    round: int
+
+
+class Began(NamedTuple):
+    """The first copy of the round is made: the trainer needs nobody else's any more."""
+
+    round: int
+
+
+class Leaves(NamedTuple):
+    """This host was told to stop."""
 
 
 # ------------------------------------------------------------------------------------------------ of the hub to a guard
@@ -207,6 +251,20 @@ class Buddy(NamedTuple):
     """The keeper at this address gets the rank's copies; None where copies stay on their host."""
 
     address: Address | None
+
+
+class Pause(NamedTuple):
+    """The trainer is to copy its state after a step that all agree on, and to wait; its guard tells it."""
+
+
+class Stop(NamedTuple):
+    """What told this host to stop tells the whole run."""
+
+
+class Refuse(NamedTuple):
+    """One that asked to be in reserve is not taken; `why` is for the user."""
+
+    why: str
 
 
 class StandIn(NamedTuple):
@@ -316,10 +374,10 @@ class Have(NamedTuple):
     copies: Sequence[tuple[int, int]]
 
 
-FromTrainer = Here | Listen | Meet | Ready | Leaving | Slots | Commit | Void | Loaded | Lost
-ToTrainer = Wait | Turn | Listening | Kept | Leave
-FromGuard = Hello | Broken | Killed | Done | Final
-FromHub = Break | Go | Buddy | StandIn | End
+FromTrainer = Here | Listen | Meet | Ready | Leaving | Slots | Commit | Void | Loaded | Lost | Paused
+ToTrainer = Wait | Turn | Listening | Kept | Pause | Leave
+FromGuard = Hello | Broken | Killed | Done | Final | Taken | Began | Paused | Leaves
+FromHub = Break | Go | Buddy | Pause | Stop | Refuse | StandIn | End
 WithKeeper = Keep | Fetch | Borrow | Range | Have | Commit | Kept
 Message = FromTrainer | ToTrainer | FromGuard | FromHub | WithKeeper
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from megalite.runtime.recover.connections import Link
 from megalite.runtime.recover.messages import Copy
 
+# Of one, and of several.
+LOST, LEAVES, JOINS = ("is lost", "are lost"), ("leaves", "leave"), ("joins", "join")
+
 
 @dataclass
 class Peer:
@@ -21,6 +24,7 @@ class Peer:
         held: copies of its rank.
         kept: copies of other ranks, by rank.
         lent: all copies that its keeper can hand out, by layout and rank.
+        leaves: whether its host was told to stop.
     """
 
     link: Link
@@ -31,6 +35,7 @@ class Peer:
     held: set[Copy] | None = None
     kept: dict[int, set[Copy]] | None = None
     lent: dict[tuple[int, int], set[Copy]] | None = None
+    leaves: bool = False
 
 
 def buddies(hosts: Sequence[str]) -> list[int | None]:
@@ -111,25 +116,25 @@ def find_lenders(peers: Sequence[Peer], worlds: Mapping[int, int]) -> tuple[int,
     return 0, [], []
 
 
-def describe_loss(lost: Sequence[Peer], ranks: Sequence[int], left: Sequence[Peer]) -> str:
-    """Say which hosts are gone, and of hosts with guards that are left which ranks.
+def describe(peers: Mapping[int, Peer], others: Sequence[Peer], verb: tuple[str, str]) -> str:
+    """Say what happens to which hosts, and of hosts with other guards to which ranks; "" if to none.
 
     Args:
-        lost: guards that are gone.
-        ranks: those that they had.
-        left: the others.
+        peers: guards to which it happens, by their ranks.
+        others: guards to which it does not.
+        verb: `LOST`, `LEAVES` or `JOINS`.
     """
-    words, here = [], {peer.network for peer in left}
-    for network in dict.fromkeys(peer.network for peer in lost):
-        own = sorted(rank for peer, rank in zip(lost, ranks) if peer.network == network)
-        host = next(peer.host for peer in lost if peer.network == network)
+    words, here = [], {peer.network for peer in others}
+    for network in dict.fromkeys(peer.network for peer in peers.values()):
+        own = sorted(rank for rank, peer in peers.items() if peer.network == network)
+        host = next(peer.host for peer in peers.values() if peer.network == network)
         in_a_row = len(own) > 2 and own[-1] - own[0] == len(own) - 1
         span = f"{own[0]} to {own[-1]}" if in_a_row else ", ".join(map(str, own))
-        several, are = ("s", "are") if len(own) > 1 else ("", "is")
+        several = "s" * (len(own) > 1)
         if network in here:
-            words.append(f"the guard{several} of rank{several} {span} on host {host} {are} lost")
+            words.append(f"the guard{several} of rank{several} {span} on host {host} {verb[len(several)]}")
         else:
-            words.append(f"host {host} is lost (rank{several} {span})")
+            words.append(f"host {host} {verb[0]} (rank{several} {span})")
     return " and ".join(words)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import socket
 import time
@@ -24,11 +25,13 @@ from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.loop.run import Run
+from megalite.runtime.options.cli import to_yaml
 from megalite.runtime.options.run import Config
 from megalite.runtime.recover.connections import network
 from megalite.runtime.recover.copies import Copies
 from megalite.runtime.recover.hub import LOOPBACK
 from megalite.runtime.recover.member import Companion, GuardedRank
+from megalite.runtime.recover.messages import Listen
 from megalite.runtime.start.resume import Source
 
 # With --elastic: an address of IPv6 and a port take up to 60 bytes of `MAX_MESSAGE`.
@@ -62,13 +65,26 @@ def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None
         require(not (alone and elsewhere), "--recover host", "needs ranks on several hosts", "use --recover process")
         if ctx.rank == 0:
             unit = Grid.from_config(cfg.parallel).world if cfg.run.elastic else 0
-            sizes = unit, cfg.run.min_ranks
-            offer = companion.host(ctx.world.size, cfg.run.max_recoveries, alone, elsewhere, *sizes)
-            if cfg.run.spare_ranks:
+            listen = Listen(ctx.world.size, cfg.run.max_recoveries, alone, elsewhere, unit, cfg.run.min_ranks)
+            offer = companion.host(listen._replace(grow_after=cfg.run.grow_after, identity=identity_of(cfg)))
+            if cfg.run.spare_ranks or cfg.run.elastic:
                 join_store()[0].set(_HUB, offer)
         offer = gather_texts(offer, ctx.world, ctx.device)[0]
-        companion.meet(ctx.rank, f"{LOOPBACK if alone else store_host()} {offer}", elsewhere)
+        companion.meet(ctx.rank, f"{LOOPBACK if alone else store_host()} {offer}", elsewhere, cfg.run.elastic)
     companion.met = time.monotonic()
+
+
+def identity_of(cfg: Config) -> str:
+    """Return what a host that comes later must have as those of the run have it: options and code; "" if any may come.
+
+    With others, all ranks would find out when they meet, and end.
+    """
+    if not cfg.run.elastic:
+        return ""
+    total, package = hashlib.sha256(to_yaml(cfg).encode()), Path(__file__).resolve().parents[2]
+    for path in sorted(package.rglob("*.py")):
+        total.update(f"{path.relative_to(package)} ".encode() + path.read_bytes())
+    return total.hexdigest()[:16]
 
 
 def _check_sizes(cfg: Config, ctx: ParallelContext) -> None:
@@ -216,16 +232,17 @@ def record_recovery(run: Run) -> bool:
         return False
     go, met, now = companion.turn.go, companion.met, time.monotonic()
     resized = f": {_describe_resize(run)}" if go.was else ""
-    back = f"{go.cause}{resized}: back to step {run.step}"
+    back = f"{go.cause}{resized}: {'back to' if go.ranks else 'on from'} step {run.step}"
     if run.engine.ctx.rank != 0:
         logger.info(back)  # other hosts' clocks say nothing of when it died
         return True
-    logger.info(f"{back} in {now - go.died:.1f} s")
+    logger.info(f"{back} {'in' if go.ranks else 'after'} {now - go.died:.1f} s")
     if go.gave_up:
         logger.info(f"{go.gave_up}: saving, then exiting")
     seconds = {"end": go.gone - go.died, "meet": met - go.gone, "load": now - met}
     told = {"round": go.round, "ranks": go.ranks, "cause": go.cause, "seconds": seconds}
-    run.metrics.event("recovery", step=run.step, **told)
+    if go.ranks:
+        run.metrics.event("recovery", step=run.step, **told)
     if go.was:
         sizes = {"from": go.was, "to": run.engine.ctx.world.size, "reserve": go.reserve, "cause": go.cause}
         brought = {"bytes": run.copies.brought if run.copies else 0, "seconds": now - go.died}

@@ -34,6 +34,7 @@ from megalite.runtime.recover.messages import (
     Go,
     Hello,
     Killed,
+    Listen,
     StandIn,
 )
 from megalite.runtime.recover.offsite import first_number
@@ -121,7 +122,7 @@ class Run(RuleBasedStateMachine):
     def begin(self, hosts: list[str], reserves: list[str], spares: int, limit: int, patience: int, copies: int) -> None:
         self.loop, self.world, self.limit = Timers(), len(hosts), limit
         spares = max(spares, len(reserves)) if self.elsewhere else 0
-        self.hub = Hub(self.loop, self.world, limit, alone=False, elsewhere=self.elsewhere, spares=spares)  # type: ignore[arg-type]
+        self.hub = Hub(self.loop, Listen(self.world, limit, alone=False, elsewhere=self.elsewhere), spares)  # type: ignore[arg-type]
         self.hub._patience = patience if self.elsewhere else 0
         self.members: dict[int, Member] = {}
         self.round = self.step = self.rounds = 0

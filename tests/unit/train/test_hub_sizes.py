@@ -10,9 +10,25 @@ from typing import Any
 import pytest
 
 from megalite.runtime.recover.hub import Hub
-from megalite.runtime.recover.messages import Break, End, FromHub, Go, Hello, Killed, StandIn
+from megalite.runtime.recover.messages import (
+    Began,
+    Break,
+    End,
+    FromHub,
+    Go,
+    Hello,
+    Killed,
+    Leaves,
+    Listen,
+    Pause,
+    Paused,
+    Refuse,
+    StandIn,
+    Stop,
+    Taken,
+)
 from megalite.runtime.recover.offsite import first_number
-from megalite.runtime.recover.peers import Peer, describe_loss
+from megalite.runtime.recover.peers import LOST, Peer, describe
 
 Places = dict[tuple[int, int], list[int]]
 
@@ -45,12 +61,14 @@ class Guard:
         self.has: Places = {}
         self.told: list[FromHub] = []
         self.heard: Any = None
-        hub._introduce(self, Hello(rank, hub.token, self.peer, number, f"node{number}"))  # type: ignore[arg-type]
+        hello = Hello(rank, hub.token, self.peer, number, f"node{number}", "same" if rank < 0 else "")
+        hub._introduce(self, hello)  # type: ignore[arg-type]
 
     def send(self, message: FromHub) -> None:
         self.told.append(message)
         if isinstance(message, Go):
             self.rank, self.layout = message.rank, message.layout
+            self.heard(Taken(message.round))
 
     def close(self) -> None:
         raise AssertionError("the hub has hung up on a guard")
@@ -74,7 +92,10 @@ class Guard:
 class Run:
     def __init__(self, world: int, unit: int, fewest: int = 0, spares: int = 0) -> None:
         self.loop = Timers()
-        self.hub = Hub(self.loop, world, 100, False, True, spares, unit, fewest)  # type: ignore[arg-type]
+        listen = Listen(
+            world, 100, alone=False, elsewhere=True, unit=unit, fewest=fewest, grow_after=60, identity="same"
+        )
+        self.hub = Hub(self.loop, listen, spares)  # type: ignore[arg-type]
         self.guards = [Guard(self.hub, rank, rank) for rank in range(world)]
 
     def copy(self, *numbers: int) -> None:
@@ -112,6 +133,23 @@ class Run:
             # One in reserve need not have answered for a round to begin.
             if guard.told[-1] == Break(round_):
                 guard.answers(round_)
+
+    def pause(self) -> None:
+        """All trainers have copied their states, and wait; the guards have ended them."""
+        assert self.guards[0].told[-1] == Pause()
+        round_ = self.hub._round
+        for guard in self.guards:
+            if guard.rank >= 0:
+                guard.heard(Paused(round_))
+        for guard in self.guards:
+            guard.answers(round_)
+
+    def began(self) -> None:
+        """All trainers have made the first copy of the round."""
+        self.copy(first_number(self.hub._round))
+        for guard in self.guards:
+            if guard.rank >= 0:
+                guard.heard(Began(self.hub._round))
 
     def goes(self) -> dict[int, Go]:
         return {guard.number: guard.go() for guard in self.guards}
@@ -223,6 +261,10 @@ def test_without_a_whole_replica_the_run_saves(made: list[Run]) -> None:
     run.copy(1)
     run.lose(1)
     assert [guard.number for guard in run.guards if isinstance(guard.told[-1], StandIn)] == [3]
+    run.hub._identity = "which stand-ins do not know"
+    run.guards.append(Guard(run.hub, 9, -1))
+    run.guards[-1].answers(0)
+    assert {go.world for go in run.goes().values()} == {0}
 
 
 def test_spare_ranks_come_first(made: list[Run]) -> None:
@@ -240,6 +282,127 @@ def test_a_host_and_the_one_that_keeps_its_copies(made: list[Run]) -> None:
     run.lose(1, 3)
     for go in run.goes().values():
         assert (go.world, go.layout, go.numbers, go.lenders) == (2, 1, [], [])
+
+
+def test_a_host_that_comes_back_joins(made: list[Run]) -> None:
+    """Not at once: it may be lost again, or not be the only one. Nobody has died, so nothing is counted."""
+    run = begin(made, 4, 1)
+    run.copy(1, 2)
+    run.lose(1)
+    run.began()
+    run.guards.append(Guard(run.hub, 9, -1))
+    run.loop.timers[-2]()  # of the round, which has begun less long ago
+    assert isinstance(run.guards[0].told[-1], Go)
+    run.loop.timers[-1]()
+    run.pause()
+    goes = run.goes()
+    assert {number: go.rank for number, go in goes.items()} == {0: 0, 2: 1, 3: 2, 9: 3}
+    for go in goes.values():
+        assert (go.world, go.was, go.layout, go.source, go.ranks) == (4, 3, 2, 1, [])
+        assert go.numbers == [first_number(1)]
+        assert go.cause == "host node9 joins (rank 3)"
+        assert [port for _, port in go.lenders] == [0, 2, 3]
+    assert run.hub._recoveries == 1
+
+
+def test_a_host_that_is_gone_again_before_it_joins(made: list[Run]) -> None:
+    """All have paused for nothing, and say so."""
+    run = begin(made, 4, 1)
+    run.copy(1)
+    run.lose(1)
+    run.began()
+    passing = Guard(run.hub, 9, -1)
+    run.loop.timers[-1]()
+    passing.heard(None)
+    run.pause()
+    goes = run.goes().values()
+    assert {(go.world, go.was, go.cause) for go in goes} == {(3, 0, "a host that was to join is gone again")}
+    assert {tuple(go.ranks) for go in goes} == {()}
+
+
+def test_those_who_wait_join_with_one_that_comes_back_and_no_more_than_there_were(made: list[Run]) -> None:
+    run = begin(made, 6, 2)
+    run.copy(1)
+    run.lose(1)
+    run.began()
+    for number in (8, 9):
+        run.guards.append(Guard(run.hub, number, -1))
+    run.loop.timers[-1]()
+    run.pause()
+    goes = run.goes()
+    assert {number: go.rank for number, go in goes.items()} == {0: 0, 2: 1, 3: 2, 4: 3, 5: 4, 8: 5, 9: -1}
+    assert {(go.world, go.was, go.reserve) for go in goes.values()} == {(6, 4, 1)}
+    assert goes[0].cause == "host node5 joins (rank 4) and host node8 joins (rank 5)"
+
+
+def test_a_host_that_is_told_to_stop_leaves_when_nobody_needs_it(made: list[Run]) -> None:
+    run = begin(made, 4, 1)
+    run.copy(1)
+    run.guards[2].heard(Leaves())
+    run.loop.timers[-1]()
+    run.pause()
+    goes = run.goes()
+    assert {number: go.rank for number, go in goes.items()} == {0: 0, 1: 1, 2: -1, 3: 2}
+    assert {(go.world, go.was, go.reserve, go.cause) for go in goes.values()} == {
+        (3, 4, 0, "host node2 leaves (rank 2)")
+    }
+    leaver = run.guards.pop(2)
+    run.began()
+    assert leaver.told[-1] == End(0, "", kill=True)
+    # A reserve goes at once, and the first host, or one without which there are too few, stops the run.
+    run.guards.append(Guard(run.hub, 9, -1))
+    run.guards[-1].heard(Leaves())
+    assert run.guards.pop().told[-1] == End(0, "", kill=True)
+    run.guards[0].heard(Leaves())
+    assert run.guards[0].told[-1] == Stop()
+    run.hub._fewest = 3
+    run.guards[1].heard(Leaves())
+    assert run.guards[1].told[-1] == Stop()
+
+
+def test_a_reserve_takes_the_place_of_a_host_that_leaves(made: list[Run]) -> None:
+    run = begin(made, 3, 1, spares=1)
+    run.guards.append(Guard(run.hub, 3, -1))
+    run.copy(1)
+    run.guards[1].heard(Leaves())
+    run.loop.timers[-1]()
+    run.pause()
+    goes = run.goes()
+    assert {number: (go.rank, go.was, go.fetch) for number, go in goes.items()} == {
+        0: (0, 0, None),
+        1: (-1, 0, None),
+        2: (2, 0, None),
+        3: (1, 0, ("10.0.0.2", 2)),
+    }
+
+
+def test_a_host_with_other_options_is_refused(made: list[Run]) -> None:
+    run = begin(made, 3, 1)
+    run.hub._identity = "other"
+    assert isinstance(Guard(run.hub, 9, -1).told[-1], Refuse)
+    assert run.hub._reserves == []
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_who_took_a_lost_place_and_says_nothing_is_given_up(made: list[Run], together: bool) -> None:
+    """It ended the run. So does nobody who does not hear that a round begins: the others would wait for ten minutes."""
+    run = begin(made, 4, 1)
+    silent = Guard(run.hub, 9, -1)
+    run.copy(1)
+    run.lose(1)
+    assert silent.told[-1] == Break(0)
+    # With all that the round waits for, or as one that came later.
+    run.hub._give_up_waiting(0) if together else run.loop.timers[-1]()
+    assert silent.told[-1] == End(-signal.SIGKILL, "", kill=True)
+    assert {(go.world, go.was, go.cause) for go in run.goes().values()} == {(3, 4, "host node9 is lost (rank 1)")}
+    run.copy(first_number(1))
+    run.hub._taken.remove(run.hub._guards[2])
+    run.hub._give_up_deaf(1)
+    deaf = run.guards.pop()
+    assert deaf.told[-1] == End(-signal.SIGKILL, "", kill=True)
+    for guard in run.guards:
+        guard.answers(1)
+    assert {(go.world, go.was, go.round) for go in run.goes().values()} == {(2, 3, 2)}
 
 
 def test_who_waits_and_says_nothing_is_not_waited_for_without_end(made: list[Run]) -> None:
@@ -330,7 +493,7 @@ def test_how_a_loss_is_told() -> None:
 
     def told(*ranks: int) -> str:
         left = [peer for peer in peers if peer.rank not in ranks]
-        return describe_loss([peers[rank] for rank in ranks], ranks, left)
+        return describe({rank: peers[rank] for rank in ranks}, left, LOST)
 
     assert told(4, 5, 6, 7) == "host node1 is lost (ranks 4 to 7)"
     assert told(*range(4, 12)) == "host node1 is lost (ranks 4 to 7) and host node2 is lost (ranks 8 to 11)"
@@ -346,8 +509,6 @@ def test_no_step_is_lost_that_is_whole_somewhere(made: list[Run], seed: int) -> 
     run, number, layouts = begin(made, random.choice([4, 6, 8]), unit), 0, {}
     layouts[0] = len(run.guards)
     for _ in range(12):
-        trainers = [guard for guard in run.guards if guard.rank >= 0]
-        world, layout = len(trainers), trainers[0].layout
         for _ in range(random.choice([0, 1, 2, 4])):
             number = max(number + 1, first_number(run.hub._round))
             # The last one may be cut short on some, or not have reached their keepers.
@@ -369,7 +530,7 @@ def test_no_step_is_lost_that_is_whole_somewhere(made: list[Run], seed: int) -> 
         ranks = sorted(go.rank for go in goes if go.rank >= 0)
         assert ranks == [*range(len(ranks))]
         assert len(ranks) % unit == 0
-        assert len(ranks) == (world if len(left) >= world else len(left) // unit * unit)
+        assert len(ranks) == min(len(left) // unit * unit, layouts[0])
         first = goes[0]
         layouts[first.layout] = len(ranks)
         assert [*first.numbers[:1]] == newest
@@ -377,7 +538,7 @@ def test_no_step_is_lost_that_is_whole_somewhere(made: list[Run], seed: int) -> 
             lender = next(guard for guard in left if guard.number == port)
             assert set(first.numbers) <= set(lender.has[first.source, rank])
         for guard, go in zip(run.guards, goes):
-            assert first.lenders or not newest or go.rank < 0 or go.fetch or newest[0] in guard.has[layout, go.rank]
+            assert first.lenders or not newest or go.rank < 0 or go.fetch or newest[0] in guard.has[go.layout, go.rank]
         run.settle()
 
 

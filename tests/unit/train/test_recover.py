@@ -31,7 +31,7 @@ from megalite.runtime.recover.connections import EventLoop, Link, Packets
 from megalite.runtime.recover.guard import Guard
 from megalite.runtime.recover.hub import Hub
 from megalite.runtime.recover.main import reserve
-from megalite.runtime.recover.member import NOBODY, Companion, spare_ranks, survives_hosts
+from megalite.runtime.recover.member import NOBODY, Companion, goes_on_with_fewer, spare_ranks, survives_hosts
 from megalite.runtime.recover.messages import (
     Break,
     Broken,
@@ -46,6 +46,7 @@ from megalite.runtime.recover.messages import (
     Here,
     Killed,
     Leaving,
+    Listen,
     Meet,
     Message,
     Ready,
@@ -76,7 +77,7 @@ T = TypeVar("T", Broken, Done, Final, Killed)
 def test_a_stranger_at_the_port_is_hung_up_on(words: bytes) -> None:
     """It used to end the guard of rank 0, and so the run."""
     loop = EventLoop()
-    hub = Hub(loop, world=1, limit=1, alone=True)
+    hub = Hub(loop, Listen(1, 1, alone=True, elsewhere=False))
     with socket.create_connection(("localhost", hub.port)) as stranger:
         stranger.sendall(words)
         loop.turn()
@@ -113,7 +114,7 @@ def reset(connection: socket.socket) -> None:
 def test_a_stranger_who_is_gone_before_he_is_let_in_is_none() -> None:
     """His address cannot be read any more; that used to end the guard of rank 0, or the one that had called."""
     loop = EventLoop()
-    hub = Hub(loop, world=1, limit=1, alone=True)
+    hub = Hub(loop, Listen(1, 1, alone=True, elsewhere=False))
     reset(socket.create_connection(("localhost", hub.port)))
     loop.turn()
     with socket.create_connection(("localhost", hub.port)) as rank:
@@ -137,7 +138,7 @@ def test_a_hub_that_hangs_up_at_once_cannot_be_reached(
 @pytest.mark.parametrize("alone", [True, False])
 def test_nobody_else_reaches_the_guards_of_one_host(alone: bool) -> None:
     """They used to listen on all interfaces; other hosts' have to be let in."""
-    hub = Hub(EventLoop(), world=1, limit=1, alone=alone)
+    hub = Hub(EventLoop(), Listen(1, 1, alone=alone, elsewhere=False))
     bound = hub._server.getsockname()[0]
     assert (bound == "127.0.0.1") is alone
     # All of 127.0.0.0/8 is this host, and no other address than the one of the guards answers.
@@ -338,7 +339,7 @@ class Said:
 
 def make_hub(links: list[Said], world: int = 3, elsewhere: bool = False, spares: int = 0) -> Hub:
     """A hub to which these have said hello, the last ones in reserve; loopback is the first host."""
-    hub = Hub(EventLoop(), world, limit=100, alone=not elsewhere, elsewhere=elsewhere, spares=spares)
+    hub = Hub(EventLoop(), Listen(world, 100, alone=not elsewhere, elsewhere=elsewhere), spares)
     for rank, link in enumerate(links):
         meet(hub, link, rank if rank < world else -1, rank)
     return hub
@@ -444,6 +445,20 @@ def test_the_last_of_several_values_counts(words: str, spares: int) -> None:
 def test_a_launcher_knows_from_the_command_line_that_a_run_survives_hosts(words: str, survives: bool) -> None:
     """Without ranks in reserve it saves at least."""
     assert survives_hosts(words.split()) == survives
+
+
+@pytest.mark.parametrize(
+    ("words", "fewer"),
+    [
+        ("--recover host --elastic", True),
+        ("--elastic --recover=host", True),
+        ("--recover host --elastic --no-elastic", False),
+        ("--elastic", False),
+        ("--recover host --spare-ranks 1", False),
+    ],
+)
+def test_a_launcher_knows_whether_hosts_may_come_and_go(words: str, fewer: bool) -> None:
+    assert goes_on_with_fewer(words.split()) == fewer
 
 
 def test_a_last_save_needs_no_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

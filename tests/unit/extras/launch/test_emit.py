@@ -75,9 +75,10 @@ def test_the_manifest_is_valid_and_complete() -> None:
     assert {"name": "NCCL_DEBUG", "value": "WARN"} in container["env"]
 
 
-def test_a_job_with_ranks_in_reserve_outlives_its_pods() -> None:
+@pytest.mark.parametrize("how", [("--spare-ranks", "8"), ("--elastic",)], ids=" ".join)
+def test_a_job_that_goes_on_without_hosts_outlives_its_pods(how: tuple[str, ...]) -> None:
     """Fields of batch/v1 that are stable since Kubernetes 1.33."""
-    flags = ("pretrain_gpt.py", "--recover", "host", "--spare-ranks", "8")
+    flags = ("pretrain_gpt.py", "--recover", "host", *how)
     _, indexed = validate(kubernetes_manifest(job(script=flags, image="i", env={"MEGALITE_RESERVE_WAIT": "60"})))
     spec = indexed["spec"]
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}

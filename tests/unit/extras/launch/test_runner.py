@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,35 @@ def test_whole_lines_with_host_and_rank(capfd: pytest.CaptureFixture[str]) -> No
         assert f"[{host} rank {rank}] warned\n" in err
         assert f"[{host}] no newline at the end\n" in err
     assert len(out.splitlines()) == 100
+
+
+def test_a_lost_host_of_an_elastic_run_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until the run ends, however often it is lost, and also one that has left; told of once."""
+    monkeypatch.setattr(runner, "AGAIN_S", 0.1)
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path)!r}, '{{}}').exists(): time.sleep(0.05)"
+    first = f"import os; os.write(2, {f'{MARK.format(0)}{MET}'.encode()!r} + b'\\n'); {wait.format('end')}"
+    tries = tmp_path / "tries"
+    # Lost three times, it leaves at the fourth start, and is there to the end at the fifth.
+    lost = f"until grep -q . {tries}.go; do sleep 0.05; done; echo >> {tries}; n=$(wc -l < {tries}); "
+    lost += f"[ $n -gt 3 ] || exit 255; [ $n -gt 4 ] || exit 0; touch {tmp_path / 'end'}"
+    runner.logger.propagate = True
+    made = Runner(["a", "b"], [on_host(first), ["sh", "-c", lost]], "L", reserves=True, returns=True)
+    release = threading.Thread(target=_when, args=(lambda: made._replaces, Path(f"{tries}.go")))
+    release.start()
+    done = made.run()
+    release.join()
+    assert done == Outcome(0, None, (), False)
+    assert tries.read_text().count("\n") >= 5
+    assert caplog.text.count("launch: b: connection lost; the run goes on with the hosts that are left") == 1
+
+
+def _when(holds: Callable[[], bool], path: Path) -> None:
+    """Write a file once something holds."""
+    while not holds():
+        time.sleep(0.01)
+    path.write_text("go\n")
 
 
 def test_the_first_failure_ends_all_and_is_told_last(

@@ -13,7 +13,7 @@ from megalite.core.mesh.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.command import main
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.extras.plan.recovery import copy_seconds, effective, traffic
+from megalite.extras.plan.recovery import copy_seconds, effective, fewer, traffic
 from megalite.extras.plan.report import dry_run_report
 from megalite.extras.plan.search import search
 from megalite.runtime.options import cli
@@ -118,6 +118,17 @@ def test_the_planner_says_both(capsys: pytest.CaptureFixture[str]) -> None:
         assert figures["host_bytes_at_most"] > 289e9
         assert figures["copy_s"] == pytest.approx(1.0, rel=0.05)
         assert 0.5 < figures["progress_with_copies"] < 0.999
+
+
+def test_a_run_with_fewer_hosts_counts() -> None:
+    """Of 16 replicas with 8 micro-batches each, 14 are left: ten passes; with four stages 11 and 13, for a sixth."""
+    cfg, grid = _config("--preset llama-3-8b", 16)
+    cluster, small = Cluster.parse("h100:16"), replace(cfg.train, global_batch_size=128)
+    assert fewer(replace(cfg, train=small), grid, replace(cluster, host=2), 3600.0) == (14, pytest.approx(8 / 10))
+    cfg, grid = _config("--preset llama-3-8b --pp 4", 64)
+    cfg = replace(cfg, train=small)
+    assert fewer(cfg, grid, cluster, 6 * 3600.0) == (14, pytest.approx(1 - 1 / 6 * (1 - 11 / 13)))
+    assert fewer(cfg, Grid.from_config(cfg.parallel, 8), cluster, 7200.0) == (0, 0.5)
 
 
 def test_a_search_leaves_room_for_copies() -> None:

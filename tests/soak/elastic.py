@@ -1,0 +1,185 @@
+"""Take hosts of `--elastic` runs away and give them back at random: `python -m tests.soak.elastic --minutes 60`.
+
+Network namespaces are hosts (requires root). One is powered off, told to leave, cut off, or loses a guard or a trainer;
+later it is started again. Every line of metrics.jsonl is compared with that of a run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from tests.faults.guarded_hosts import Hosts
+from tests.faults.harness import FOREVER, RUN, codes, events, metrics, process_of
+from tests.faults.networks import networks
+from tests.faults.zygote import Job, Zygote
+
+HOSTS, PRECISE = 4, 1e-5
+KINDS = ["power off", "power off", "leave", "leave", "trainer", "guard", "cable"]
+# Each of four ranks; how many of them are a replica.
+LAYOUTS = {
+    "--zero 1": 1,
+    "--zero 3 --zero-whole-below 100": 1,
+    "--pp 2": 2,
+    "--tp 2 --zero 2": 2,
+    "--cp 2 --num-heads 2 --hidden-dropout 0": 2,
+    "--num-experts 4 --ep 2": 2,
+    "--optimizer muon --muon-ns fp32": 1,
+}
+
+
+class Soak:
+    """Runs one after the other, and what was done to them."""
+
+    def __init__(self, hosts: Hosts, place: Path, draw: random.Random, steps: int, layouts: list[str]) -> None:
+        self.hosts, self.place, self.draw, self.steps, self.layouts = hosts, place, draw, steps, layouts
+        self.zygote, self.whole = Zygote(), dict[str, Path]()
+        self.total, self.seconds = Counter[str](), defaultdict[str, list[float]](list)
+
+    def flags(self, layout: str) -> list[str]:
+        every = ["--save-every", "20", "--eval-every", "15", "--eval-steps", "1", "--exit-interval", str(self.steps)]
+        return [*layout.split(), *FOREVER, *every]
+
+    def undisturbed(self, layout: str) -> Path:
+        if layout not in self.whole:
+            folder = self.place / f"whole_{len(self.whole)}"
+            folder.mkdir()
+            arguments = [*RUN, "--run-dir", str(folder / "run"), *self.flags(layout)]
+            assert codes(self.zygote.start(arguments, HOSTS, folder).end(600)) == [0] * HOSTS
+            self.whole[layout] = folder / "run"
+        return self.whole[layout]
+
+    def one_run(self) -> None:
+        layout = self.draw.choice(self.layouts)
+        whole, folder = self.undisturbed(layout), self.place / f"hit_{self.total['runs']}"
+        flags = [*self.flags(layout), "--elastic", "--grow-after", "0", "--max-recoveries", "100000"]
+        jobs = self.hosts.begin(folder, flags, 0, count=HOSTS, launched=True)
+        print(f"run {self.total['runs']}: {layout}", flush=True)
+        jobs[0].wait_for(0, "step 2/", 180)
+        try:
+            self.hit_to_the_end(folder / "run", jobs, LAYOUTS[layout])
+            (first,) = jobs[0].end(120)
+        finally:
+            for host in range(HOSTS):
+                self.hosts.cable(host, "up")
+                self.hosts.power_off(host)
+        assert first.code == 0, first.err
+        self.compare(folder / "run", whole)
+        shutil.rmtree(folder)
+
+    def hit_to_the_end(self, run: Path, jobs: list[Job], replica: int) -> None:
+        """Hit hosts every few seconds, never the first, and never so many that no replica is left."""
+        away, coming = dict[int, float](), set[int]()
+        while True:
+            due = time.monotonic() + self.draw.uniform(0.5, 8)
+            self.zygote.until(lambda due=due: jobs[0].ended() or time.monotonic() > due, 30)  # type: ignore[misc]
+            if jobs[0].ended():
+                return
+            for host in [host for host in coming if is_in_reserve(jobs[host])]:
+                coming.remove(host)
+                del away[host]
+            for host in [host for host, until in away.items() if until < time.monotonic() and host not in coming]:
+                coming.add(host)
+                self.hosts.cable(host, "up")
+                self.hosts.power_off(host)
+                jobs[host] = self.hosts.start(host)
+                self.total["returns"] += 1
+            here = [host for host in range(1, HOSTS) if host not in away]
+            for host in self.draw.sample(here, min(len(here), self.draw.choice([1, 1, 1, 2]))):
+                if HOSTS - len(away) - 1 >= max(replica, 2) and (kind := self.hit(run, jobs[host], host)):
+                    self.total[kind] += 1
+                    if kind != "trainer":
+                        away[host] = time.monotonic() + self.draw.uniform(0, 25)
+
+    def hit(self, run: Path, job: Job, host: int) -> str:
+        kind = self.draw.choice(KINDS)
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
+            match kind:
+                case "power off":
+                    self.hosts.power_off(host)
+                case "leave":
+                    os.kill(job.pid(0), signal.SIGTERM)
+                case "guard":
+                    os.kill(job.pid(0), signal.SIGKILL)
+                case "cable":
+                    self.hosts.cable(host, "down")
+                case "trainer":
+                    os.kill(process_of(run, host), signal.SIGKILL)
+            return kind
+        return ""
+
+    def compare(self, run: Path, whole: Path) -> None:
+        """Each line is that of the undisturbed run, and all steps are there."""
+        expected = {line["step"]: line for line in metrics(whole) if "event" not in line}
+        lines = [line for line in metrics(run) if "event" not in line]
+        assert {line["step"] for line in lines} == set(expected)
+        for line in lines:
+            want = expected[line["step"]]
+            for name in ("loss", "grad_norm"):
+                off = abs(line[name] - want[name]) / want[name]
+                assert off < PRECISE, (line["step"], name, line[name], want[name])
+                self.seconds[f"largest difference of {name}"].append(off)
+            assert (line["lr"], line["consumed_samples"]) == (want["lr"], want["consumed_samples"]), line
+        told = metrics(run)
+        for at, event in enumerate(told):
+            following = next((line for line in told[at:] if "event" not in line), None)
+            if event.get("event") == "resize" and following is not None:
+                kind = next(word for word in ("joins", "leaves", "lost", "") if word in event["cause"])
+                self.seconds[f"{kind}, state loaded"].append(event["seconds"])
+                self.seconds[f"{kind}, next step done"].append(event["seconds"] + following["step_time_s"])
+        changes = Counter(f"dp of ranks {event['from']} -> {event['to']}" for event in events(run, "resize"))
+        self.total += Counter({"runs": 1, "lines": len(lines), "repeated": len(lines) - len(expected)}) + changes
+        self.total["recoveries"] += len(events(run, "recovery"))
+
+    def report(self) -> None:
+        print(json.dumps(self.total), flush=True)
+        for name, values in self.seconds.items():
+            if name.startswith("largest"):
+                print(f"{name}: {max(values):.1e}", flush=True)
+            else:
+                middle = statistics.median(values)
+                print(f"{name}: {len(values)} changes, {min(values):.1f} to {max(values):.1f} s, median {middle:.1f}")
+
+
+def is_in_reserve(job: Job) -> bool:
+    """Whether the guard of a host that has come back is with the others: it has a thread for what it keeps."""
+    try:
+        return len(os.listdir(f"/proc/{job.pid(0)}/task")) > 1
+    except FileNotFoundError:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5, help="no run begins later")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--steps", type=int, default=200, help="steps of each run")
+    parser.add_argument("--layout", choices=LAYOUTS, help="this one alone")
+    args = parser.parse_args()
+    print(f"seed {args.seed}", flush=True)
+    until = time.monotonic() + 60 * args.minutes
+    with tempfile.TemporaryDirectory() as place, networks(HOSTS) as (address, names):
+        hosts = Hosts(address, names)
+        layouts = [args.layout] if args.layout else list(LAYOUTS)
+        soak = Soak(hosts, Path(place), random.Random(args.seed), args.steps, layouts)
+        try:
+            while time.monotonic() < until:
+                soak.one_run()
+                soak.report()
+        finally:
+            hosts.close()
+            soak.zygote.close()
+
+
+if __name__ == "__main__":
+    main()
