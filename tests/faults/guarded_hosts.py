@@ -24,29 +24,35 @@ RECOVER = ["--recover", "host", "--spare-ranks"]
 class Hosts:
     """Hosts, and the ranks that run on them."""
 
-    def __init__(self, address: str, names: list[str]) -> None:
-        self.address, self.names = address.replace(".254", ".1"), names
-        self.zygotes: list[Zygote] = []
+    def __init__(self, zygote: Zygote, address: str, names: list[str]) -> None:
+        self.zygote, self.address, self.names = zygote, address.replace(".254", ".1"), names
 
     def begin(
-        self, folder: Path, flags: list[str], spares: int, *faults: dict[str, Any], each: int = 1, count: int = 3
+        self,
+        folder: Path,
+        flags: list[str],
+        spares: int,
+        *faults: dict[str, Any],
+        each: int = 1,
+        count: int = 3,
+        run: list[str] = RUN,
     ) -> list[Job]:
         """Start a run with so many ranks on each of so many hosts, the last ones in reserve."""
         folder.mkdir(exist_ok=True)
-        self.zygotes += [Zygote(["ip", "netns", "exec", name]) for name in self.names[len(self.zygotes) : count]]
         world, port, jobs = each * count, reserve_port(), []
         for rank in range(world):
             launched = {"RANK": rank, "LOCAL_RANK": rank % each, "WORLD_SIZE": world, "MASTER_ADDR": self.address}
             env = {**launched, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "eth0"}
             own, said = [{**fault, "rank": 0} for fault in faults if fault["rank"] == rank], folder / f"rank_{rank}"
             said.mkdir(exist_ok=True)
-            arguments = [*RUN, "--run-dir", str(folder / "run"), *flags, *RECOVER, str(spares)]
+            arguments = [*run, "--run-dir", str(folder / "run"), *flags, *RECOVER, str(spares)]
             words = {key: str(value) for key, value in env.items()}
-            jobs.append(self.zygotes[rank // each].start(arguments, 1, said, *own, env=words))
+            network = self.names[rank // each]
+            jobs.append(self.zygote.start(arguments, 1, said, *own, env=words, network=network))
         for job in jobs[world - spares :]:
             # Not before the reserves are with the others: then a guard has a thread for what it keeps.
             guard = job.pid(0)
-            job.zygote.until(lambda guard=guard: len(os.listdir(f"/proc/{guard}/task")) > 1, 90)
+            self.zygote.until(lambda guard=guard: len(os.listdir(f"/proc/{guard}/task")) > 1)
         return jobs
 
     @contextlib.contextmanager
@@ -69,30 +75,20 @@ class Hosts:
                 launcher.wait()
 
     def power_off(self, host: int) -> None:
-        """Kill all processes of a host but the one that starts others for tests."""
-        kept = [zygote.process.pid for zygote in self.zygotes]
+        """Kill all processes of a host."""
         for pid in pids_in(self.names[host]):
-            if pid not in kept:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def cable(self, host: int, state: str) -> None:
         subprocess.run(["ip", "link", "set", f"{self.names[host]}c", state], check=True)
 
-    def close(self) -> None:
-        for zygote in self.zygotes:
-            zygote.close()
-
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
+def hosts(zygote: Zygote) -> Iterator[Hosts]:
     with networks(6) as (address, names):
-        made = Hosts(address, names)
-        try:
-            yield made
-        finally:
-            made.close()
+        yield Hosts(zygote, address, names)
 
 
-def end(jobs: list[Job], within: float = 120) -> list[Left]:
-    return [job.end(within)[0] for job in jobs]
+def end(jobs: list[Job]) -> list[Left]:
+    return [job.end()[0] for job in jobs]
