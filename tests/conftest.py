@@ -111,6 +111,16 @@ def pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
+def zygote() -> Iterator[Any]:
+    """Starts ranks of pretrain_gpt.py quickly."""
+    from tests.faults.zygote import Zygote
+
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
     """A server that speaks S3."""
     for module in ("moto", "s3fs"):

@@ -88,7 +88,7 @@ def start_s3(log: Path) -> S3:
     with log.open("wb") as f:
         process = subprocess.Popen(command, stdout=f, stderr=f, env={**os.environ, **environment(port)})
     s3 = S3(port, process, log)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while True:
         try:
             request = urllib.request.Request(f"http://127.0.0.1:{port}/{s3.bucket}", method="PUT")

@@ -70,8 +70,8 @@ class WorkerPool:
     def _grow(self, world: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = mp.get_context("forkserver")
-        # torch imports the second, and sympy with it, in the first backward pass.
-        context.set_forkserver_preload(["megalite.core.step", "torch.fx.experimental.symbolic_shapes"])
+        # torch imports the others, and sympy with them, in the first backward pass and under recomputation.
+        context.set_forkserver_preload(["megalite.core.step", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"])
         while len(self._workers) < world:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
@@ -79,7 +79,7 @@ class WorkerPool:
             theirs.close()
             self._workers.append((process, ours))
 
-    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 400.0) -> list[Any]:
         """Run `fn(rank, *args)` on `world` ranks; results in rank order."""
         self._grow(world)
         self._jobs += 1
@@ -100,7 +100,7 @@ class WorkerPool:
                     rank = connections.index(answered)
                     try:
                         ok, value = answered.recv()
-                    except EOFError:
+                    except (EOFError, ConnectionResetError):
                         ok, value = False, f"rank {rank} died"
                     if not ok:
                         self.close()

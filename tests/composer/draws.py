@@ -37,6 +37,9 @@ BASE: Draw = {
     "muon_ns": "fp32",
     "save_every": 2,
     "device": "cpu",
+    "eval_steps": 2,
+    # One takes a process for each rank.
+    "watchdog_timeout": 0,
 }
 EXPERTS: Draw = {"num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24}
 LATENTS: Draw = {"kv_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}

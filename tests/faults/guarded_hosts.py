@@ -24,9 +24,8 @@ RECOVER = ["--recover", "host", "--spare-ranks"]
 class Hosts:
     """Hosts, and the ranks that run on them."""
 
-    def __init__(self, address: str, names: list[str]) -> None:
-        self.address, self.names = address.replace(".254", ".1"), names
-        self.zygotes: list[Zygote] = []
+    def __init__(self, zygote: Zygote, address: str, names: list[str]) -> None:
+        self.zygote, self.address, self.names = zygote, address.replace(".254", ".1"), names
         self.start: Callable[..., Job]
         self.again: Callable[[int], None]
 
@@ -34,7 +33,7 @@ class Hosts:
         """Start a lost rank of the last run again, as its launcher would; return once it is in reserve."""
         job = self.start(rank)
         guard = job.pid(0)
-        job.zygote.until(lambda: len(os.listdir(f"/proc/{guard}/task")) > 1, 120)
+        self.zygote.until(lambda: len(os.listdir(f"/proc/{guard}/task")) > 1)
         return job
 
     def begin(
@@ -46,25 +45,26 @@ class Hosts:
         each: int = 1,
         count: int = 3,
         launched: bool = False,
+        run: list[str] = RUN,
     ) -> list[Job]:
         """Start a run with so many ranks on each of so many hosts, the last ones in reserve.
 
         `launched`: as torchrun does, with a store on the first host that outlives its ranks: lost ones may `come_back`.
         """
         folder.mkdir(exist_ok=True)
-        self.zygotes += [Zygote(["ip", "netns", "exec", name]) for name in self.names[len(self.zygotes) : count]]
         world, port, jobs = each * count, reserve_port(), list[Job]()
         env = {"WORLD_SIZE": world, "MASTER_ADDR": self.address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "eth0"}
         if launched:
             self.store = store_in(self.names[0], self.address, port)
             env |= {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        arguments = [*RUN, "--run-dir", str(folder / "run"), *flags, *RECOVER, str(spares)]
+        arguments = [*run, "--run-dir", str(folder / "run"), *flags, *RECOVER, str(spares)]
 
         def start(rank: int, *own: dict[str, Any], more: Sequence[str] = ()) -> Job:
             said = folder / f"rank_{rank}"
             said.mkdir(exist_ok=True)
             words = {key: str(value) for key, value in {**env, "RANK": rank, "LOCAL_RANK": rank % each}.items()}
-            return self.zygotes[rank // each].start([*arguments, *more], 1, said, *own, env=words)
+            network = self.names[rank // each]
+            return self.zygote.start([*arguments, *more], 1, said, *own, env=words, network=network)
 
         self.start = start
         for rank in range(world):
@@ -72,7 +72,7 @@ class Hosts:
         for job in jobs[world - spares :]:
             # Not before the reserves are with the others: then a guard has a thread for what it keeps.
             guard = job.pid(0)
-            job.zygote.until(lambda guard=guard: len(os.listdir(f"/proc/{guard}/task")) > 1, 90)
+            self.zygote.until(lambda guard=guard: len(os.listdir(f"/proc/{guard}/task")) > 1)
         return jobs
 
     @contextlib.contextmanager
@@ -103,30 +103,20 @@ class Hosts:
                 launcher.wait()
 
     def power_off(self, host: int) -> None:
-        """Kill all processes of a host but the one that starts others for tests."""
-        kept = [zygote.process.pid for zygote in self.zygotes]
+        """Kill all processes of a host."""
         for pid in pids_in(self.names[host]):
-            if pid not in kept:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def cable(self, host: int, state: str) -> None:
         subprocess.run(["ip", "link", "set", f"{self.names[host]}c", state], check=True)
 
-    def close(self) -> None:
-        for zygote in self.zygotes:
-            zygote.close()
-
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
+def hosts(zygote: Zygote) -> Iterator[Hosts]:
     with networks(6) as (address, names):
-        made = Hosts(address, names)
-        try:
-            yield made
-        finally:
-            made.close()
+        yield Hosts(zygote, address, names)
 
 
-def end(jobs: list[Job], within: float = 120) -> list[Left]:
-    return [job.end(within)[0] for job in jobs]
+def end(jobs: list[Job]) -> list[Left]:
+    return [job.end()[0] for job in jobs]

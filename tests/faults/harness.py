@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.zygote import Job, Left, Zygote
+from tests.faults.zygote import WITHIN_S, Job, Left, Zygote
 
 STEPS = 8
 RUN = [
@@ -84,8 +84,9 @@ def outcome(run_dir: Path) -> tuple[list[tuple[int, float, float, int]], str]:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """All lines of metrics.jsonl; the last one may be half written."""
+    text = (run_dir / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
@@ -123,9 +124,9 @@ def guard_waits(pids: Iterable[int]) -> bool:
     return False
 
 
-def wait_for(condition: Callable[..., object], seconds: float, what: str | Callable[[], str]) -> None:
+def wait_for(condition: Callable[..., object], what: str | Callable[[], str], within: float = WITHIN_S) -> None:
     """Poll until true, or fail with what was waited for, or what there is to say then."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + within
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what if isinstance(what, str) else what()}"
+        assert time.monotonic() < deadline, f"not within {within:g} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.2)

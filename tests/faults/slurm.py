@@ -94,7 +94,7 @@ class Slurm:
         (self.base / "munge.key").chmod(0o600)
         munge = [f"--{name}-file={self.base}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         self.start("munged", "--foreground", "--force", f"--socket={self.base}/munge.socket", *munge)
-        wait_for((self.base / "munge.socket").exists, 30, lambda: "munged's socket")
+        wait_for((self.base / "munge.socket").exists, lambda: "munged's socket")
         self.start("slurmctld", "-D")
         # The nodes' names resolve for what runs on them only: their own mount namespace has its own /etc/hosts.
         hosts = self.base / "hosts"
@@ -104,7 +104,7 @@ class Slurm:
             daemon = f"mount --bind '{hosts}' /etc/hosts && exec slurmd -D -N {node}"
             self.start(*before, "unshare", "--mount", "sh", "-c", daemon)
         idle = ["idle", str(len(self.nodes))]
-        wait_for(lambda: self.run("sinfo", "-h", "-o", "%T %D").split() == idle, 60, self.logs)
+        wait_for(lambda: self.run("sinfo", "-h", "-o", "%T %D").split() == idle, self.logs)
 
     def start(self, *command: str) -> None:
         log = (self.base / f"{command[0]}.out").open("a")
@@ -147,7 +147,7 @@ class Slurm:
         if self.daemons:
             self.run("scancel", "--user=root", "--full")
             with contextlib.suppress(AssertionError):
-                wait_for(lambda: not self.run("squeue", "-h"), 30, self.logs)
+                wait_for(lambda: not self.run("squeue", "-h"), self.logs, within=30)
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)
             try:

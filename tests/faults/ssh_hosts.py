@@ -15,13 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness import wait_for
+from tests.faults.zygote import WITHIN_S
 from tests.ranks import ROOT
 
 NODES = ("mlnode1", "mlnode2", "mlnode3")
 BRIDGE = "mlbr0"
-STARTUP_S = 90
-# Fencing 15 s, TERM grace 8 s, KILL; doubled for a loaded machine.
-ALL_GONE_S = 60
 
 
 def missing() -> str | None:
@@ -85,7 +83,7 @@ class Hosts:
             " UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
         )
         self.hostfile.write_text("".join(f"{node} slots=2\n" for node in NODES))
-        wait_for(self.connected, 60, "every sshd answers")
+        wait_for(self.connected, "every sshd answers")
 
     def down(self) -> None:
         """Remove all of it, also what a killed test run left."""
@@ -149,9 +147,9 @@ def nothing_left(hosts: Hosts) -> Iterator[None]:
     yield
     for i in (1, 2, 3):
         hosts.cable(i, "up")
-    wait_for(hosts.all_gone, ALL_GONE_S, "all processes of the hosts gone")
+    wait_for(hosts.all_gone, "all processes of the hosts gone")
     # The kernel remembers for a while that a pulled host does not answer.
-    wait_for(hosts.connected, 60, "all hosts within reach again")
+    wait_for(hosts.connected, "all hosts within reach again")
 
 
 class Launch:
@@ -183,12 +181,12 @@ class Launch:
 
     def until_step(self, step: int) -> None:
         """Until rank 0 has reported that step."""
-        wait_for(lambda: f"step {step} " in self.text() or self.process.poll() is not None, STARTUP_S, f"step {step}")
+        wait_for(lambda: f"step {step} " in self.text() or self.process.poll() is not None, f"step {step}")
         assert self.process.poll() is None, self.text()
 
     def end(self) -> int:
         """The launcher's exit code."""
-        return self.process.wait(ALL_GONE_S + STARTUP_S)
+        return self.process.wait(WITHIN_S)
 
     def pid_of(self, rank: int) -> tuple[int, str]:
         """(process id, host name) of a rank."""

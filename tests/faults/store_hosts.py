@@ -28,8 +28,6 @@ from tests.ranks import reserve_port
 from tests.stores import S3, BreakingProxy, Fault, environment
 
 BLOCK = 8 << 20
-# Far beyond what an attempt takes; a run that hangs fails alone.
-END_S = 240
 # Where a run is killed: pattern of the request, and how many of those may pass before it.
 MID_PART = [("PUT .*/rank_00000.safetensors", 1), ("PUT .*/rank_00001.safetensors", 1)]
 PLACES = [
@@ -54,16 +52,16 @@ class Host:
         disk: the home folder of what runs on it, by which its processes are known.
     """
 
-    def __init__(self, rank: int, disk: Path, network: str, env: dict[str, str]) -> None:
-        self.rank, self.disk, self.env = rank, disk, {**env, "HOME": str(disk)}
+    def __init__(self, zygote: Zygote, rank: int, disk: Path, network: str, env: dict[str, str]) -> None:
+        self.zygote, self.rank, self.network = zygote, rank, network
+        self.disk, self.env = disk, {**env, "HOME": str(disk)}
         self.log = disk.with_name(f"said_{rank}")
         self.log.mkdir()
-        self.zygote = Zygote(["ip", "netns", "exec", network], ["s3fs"])
 
     def start(self, arguments: list[str], port: int) -> Job:
         self.disk.mkdir(exist_ok=True)
         place = {"RANK": str(self.rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
-        return self.zygote.start(arguments, 1, self.log, env={**self.env, **place})
+        return self.zygote.start(arguments, 1, self.log, env={**self.env, **place}, network=self.network)
 
     def power_off(self, rank: int) -> None:
         """Kill the rank and all that it has started."""
@@ -84,11 +82,9 @@ def two_hosts(s3: S3, folder: Path) -> Iterator[tuple[BreakingProxy, list[Host]]
         undo.callback(proxy.close)
         interface = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
         env = {**environment(proxy.port, address), "MASTER_ADDR": first, **interface}
-        hosts = []
-        for rank in range(2):
-            hosts.append(Host(rank, folder / f"host{rank}", names[rank], env))
-            undo.callback(hosts[-1].zygote.close)
-        yield proxy, hosts
+        zygote = Zygote("s3fs")
+        undo.callback(zygote.close)
+        yield proxy, [Host(zygote, rank, folder / f"host{rank}", names[rank], env) for rank in range(2)]
 
 
 def newest_whole(store: Store) -> int:
@@ -134,7 +130,7 @@ def killed(
     kind, skip = "call-before" if half else "call-after", rng.randrange(place[1])
     proxy.faults = [Fault(place[0], kind, 1, skip=skip, action=act), *others]
     # Ranks may have ended while what they started is still being killed.
-    hosts[0].zygote.until(lambda: done.is_set() or (not hit and all(job.ended() for job in jobs)), END_S)
+    hosts[0].zygote.until(lambda: done.is_set() or (not hit and all(job.ended() for job in jobs)))
     proxy.faults = []
     for rank in {0, 1} - off:
         if hit and not jobs[rank].ended():

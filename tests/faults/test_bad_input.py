@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from tests.faults.zygote import Left, Zygote
-from tests.ranks import ROOT, finish, start_ranks
+from tests.ranks import ROOT
 
 TINY = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--seq-len", "16", "--device", "cpu"),
@@ -26,8 +27,8 @@ TINY = [
 def run(zygote: Zygote, folder: Path, arguments: list[str], world: int = 1) -> list[Left]:
     """Run ranks that are to end together: all within 30 s of the first."""
     job = zygote.start([*TINY, *arguments], world, folder)
-    zygote.until(job.ended, 300)
-    return job.end(within=30.0)
+    zygote.until(job.ended)
+    return job.end()
 
 
 def errors_of(ranks: list[Left]) -> list[tuple[int, str]]:
@@ -214,21 +215,21 @@ def test_tokenizer_that_did_not_make_the_data(zygote: Zygote, data: Path, tmp_pa
     assert_refused(zygote, tmp_path, arguments, "--tokenizer bytes", "SHA-256", description["tokenizer_sha256"])
 
 
-def test_port_in_use(tmp_path: Path) -> None:
+def test_port_in_use(zygote: Zygote, tmp_path: Path) -> None:
     arguments = [*TINY, "--mock-data", "--run-dir", str(tmp_path)]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         # Rank 1 alone would wait for a server; rank 0 must find out and end.
-        processes = start_ranks(arguments, 2, port=port)
-        (rank0,) = finish(processes[:1])
-        processes[1].kill()
-        processes[1].communicate()
+        job = zygote.start(arguments, 2, tmp_path, env={"MASTER_PORT": str(port)})
+        zygote.until(job.ended)
+        os.kill(job.pid(1), signal.SIGKILL)
+        rank0, _ = job.end()
     assert rank0.code == 2
-    assert len(rank0.errors) == 1
-    assert f"MASTER_PORT {port}" in rank0.errors[0]
-    assert "--master-port" in rank0.errors[0]
+    (line,) = (line for line in rank0.err.splitlines() if "error:" in line)
+    assert f"MASTER_PORT {port}" in line
+    assert "--master-port" in line
 
 
 def test_a_megatron_script_runs_after_reading_one_message(zygote: Zygote, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+from tests.faults.zygote import WITHIN_S
 from tests.ranks import ROOT, reserve_port
 
 # The thread that reads sockets is held in a signal's handler from before the peer's death until the gather is posted.
@@ -62,6 +63,8 @@ def test_a_gather_posted_on_a_broken_connection_fails() -> None:
     environment = {**os.environ, **launched, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", GATHER]
     with subprocess.Popen(command, env={**environment, "RANK": "1"}) as peer:
-        done = subprocess.run(command, env={**environment, "RANK": "0"}, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env={**environment, "RANK": "0"}, capture_output=True, text=True, timeout=WITHIN_S
+        )
         peer.kill()
     assert "Connection" in done.stdout, done

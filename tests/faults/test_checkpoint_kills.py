@@ -17,6 +17,7 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.runtime.checkpoint.load import find_good, read_meta
 from megalite.runtime.checkpoint.save import Checkpointer, SaveError
 from tests.faults import checkpoint_states as cs
+from tests.faults.zygote import WITHIN_S
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
@@ -83,8 +84,8 @@ time.sleep(600)
 """
 
 
-def gone(pid: int, within: float = 60.0) -> bool:
-    deadline = time.monotonic() + within
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + WITHIN_S
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -114,7 +115,7 @@ def test_rank_killed_as_the_save_begins(tmp_path: Path) -> None:
     """Fault 1: right after the folder was made, by the rank itself."""
     point = "post:mkdir:.tmp_step_00000010"
     process, writer = start_saver(tmp_path, 0, PYTHONPATH=cs.INJECT, KILL_AT=point)
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(WITHIN_S) == -signal.SIGKILL
     assert gone(writer), "no process is left behind"
     assert list(tmp_path.glob(".tmp_step_00000010_*"))
     after_kill(tmp_path)

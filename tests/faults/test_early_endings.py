@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.faults.zygote import WITHIN_S
 from tests.ranks import ROOT, reserve_port
 
 # torchrun, as far as a rank knows it: it dies while its rank is between two imports.
@@ -63,7 +64,7 @@ def test_a_lost_store_is_no_mistake_of_the_user() -> None:
     store.set("megalite/rendezvous/offer", "early")
     env = {**environment(1, store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_CPP_LOG_LEVEL": "FATAL"}
     with subprocess.Popen([sys.executable, "-c", MEETS], env=env, stderr=subprocess.PIPE, text=True) as rank:
-        store.wait(["early/here/1"], timedelta(seconds=20))
+        store.wait(["early/here/1"], timedelta(seconds=WITHIN_S))
         del store
         assert rank.stderr is not None
         assert rank.stderr.read() == "[rank 1] exiting: another rank failed first, or the network between them\n"
@@ -75,7 +76,7 @@ def test_a_rank_whose_launcher_was_killed_while_it_imported_ends() -> None:
     launched = {**environment(1, reserve_port()), "TORCHELASTIC_RUN_ID": "1"}
     command = [sys.executable, "-c", LAUNCHER, ORPHAN]
     # Its output is read until its rank, which has inherited it, has ended too.
-    done = subprocess.run(command, env=launched, stderr=subprocess.PIPE, text=True, timeout=90)
+    done = subprocess.run(command, env=launched, stderr=subprocess.PIPE, text=True, timeout=WITHIN_S)
     assert done.returncode == -signal.SIGKILL
     assert done.stderr == ""
 
@@ -91,12 +92,14 @@ def test_stacks_can_be_asked_for_in_the_rendezvous(tmp_path: Path, early: int) -
     with waiting:
         assert waiting.stdout is not None
         waiting.stdout.readline()
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + WITHIN_S
         while said.read_text().count(" in init_process_group") < 20 and waiting.poll() is None:
             assert time.monotonic() < deadline, said.read_text()
             waiting.send_signal(signal.SIGUSR1)
             time.sleep(0.05)
         assert waiting.poll() is None, said.read_text()
-        late = subprocess.run(command, env=environment(1 - early, port), timeout=90, capture_output=True, text=True)
+        late = subprocess.run(
+            command, env=environment(1 - early, port), timeout=WITHIN_S, capture_output=True, text=True
+        )
         assert late.returncode == 0, late.stderr
-        assert waiting.wait(60) == 0, said.read_text()
+        assert waiting.wait(WITHIN_S) == 0, said.read_text()

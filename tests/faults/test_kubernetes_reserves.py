@@ -22,6 +22,7 @@ import yaml
 from megalite.extras.launch.emit import BatchJob, KubernetesOptions, kubernetes_manifest
 from tests.faults.harness import FOREVER, RUN, events, guard_waits, outcome
 from tests.faults.networks import networks, pids_in
+from tests.faults.zygote import WITHIN_S
 from tests.ranks import ROOT, reserve_port
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
@@ -77,7 +78,7 @@ class Pods:
         return self.end(pod)
 
     def end(self, pod: int) -> int:
-        code = self.processes[pod].wait(120)
+        code = self.processes[pod].wait(WITHIN_S)
         return code if code >= 0 else 128 - code
 
     def again(self, pod: int) -> None:
@@ -98,7 +99,7 @@ class Pods:
         return (self.folder / f"pod_{pod}").read_text()
 
     def until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + WITHIN_S
         while not holds():
             assert self.processes[0].poll() is None, self.said()
             assert time.monotonic() < deadline, "\n".join(self.said(pod) for pod in range(PODS))

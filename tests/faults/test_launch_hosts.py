@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness import wait_for
-from tests.faults.ssh_hosts import ALL_GONE_S, STARTUP_S, Hosts, Launch
+from tests.faults.ssh_hosts import Hosts, Launch
 from tests.faults.ssh_hosts import hosts as hosts
 from tests.faults.ssh_hosts import nothing_left as nothing_left
 from tests.ranks import ROOT
@@ -82,15 +82,15 @@ def test_a_killed_worker_ends_all_and_a_restart_runs_until_told_to_save(hosts: H
     run = Launch(hosts, tmp_path, train(tmp_path, FOREVER), "--max-restarts", "1")
     run.until_step(3)
     os.kill(run.pid_of(3)[0], signal.SIGKILL)
-    wait_for(lambda: "restart 1 of 1" in run.text(), ALL_GONE_S, "the restart")
+    wait_for(lambda: "restart 1 of 1" in run.text(), "the restart")
     ended = run.text()
     assert "first failure: rank 3 on mlnode2, killed by signal 9" in ended
-    wait_for(lambda: "step 3 " in run.text()[len(ended) :], STARTUP_S, "training again")
+    wait_for(lambda: "step 3 " in run.text()[len(ended) :], "training again")
 
     run.process.send_signal(signal.SIGUSR1)
     for rank in range(4):
         stacks = rf"\[mlnode{rank // 2 + 1} rank {rank}\] .*most recent call first"
-        wait_for(lambda stacks=stacks: re.search(stacks, run.text()), 60, stacks)
+        wait_for(lambda stacks=stacks: re.search(stacks, run.text()), stacks)
 
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 0, run.text()
@@ -103,7 +103,7 @@ def test_a_killed_launcher_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
     run.until_step(1)
     assert len(hosts.processes("mlnode2")) >= 4  # agent, torchrun, two ranks
     run.process.kill()
-    wait_for(hosts.all_gone, ALL_GONE_S, "both hosts empty")
+    wait_for(hosts.all_gone, "both hosts empty")
 
 
 @pytest.mark.full
@@ -114,7 +114,7 @@ def test_a_pulled_cable_ends_both_sides(hosts: Hosts, tmp_path: Path) -> None:
     assert run.end() == 255
     assert "mlnode2: connection lost; stopping all hosts" in run.text()
     # The cable stays out: the cut-off host has to find out for itself.
-    wait_for(hosts.all_gone, ALL_GONE_S, "both hosts empty, the cut-off one too")
+    wait_for(hosts.all_gone, "both hosts empty, the cut-off one too")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_two_nodes_train_as_one(slurm: Slurm, tmp_path: Path) -> None:
     out.mkdir()
     log = tmp_path / "job.log"
     job = slurm.submit(emitted("--", TRAIN, "--steps", "5", "--out", str(out)), log)
-    wait_for(lambda: slurm.ended(job), 180, lambda: log.read_text() + slurm.logs())
+    wait_for(lambda: slurm.ended(job), lambda: log.read_text() + slurm.logs())
     assert slurm.state(job).startswith("COMPLETED"), log.read_text()
     assert len(list(out.glob("pid_*"))) == 4
     one = subprocess.run(
@@ -59,9 +59,9 @@ def test_a_warning_signal_lets_the_ranks_save(slurm: Slurm, tmp_path: Path) -> N
     """`--signal=B:TERM@120` sends what scancel sends here; what has been told to stop is not restarted."""
     log = tmp_path / "job.log"
     job = slurm.submit(emitted("--max-restarts", "1", "--", TRAIN, "--steps", "1000000", "--out", str(tmp_path)), log)
-    wait_for(lambda: log.exists() and "step 2 " in log.read_text(), 180, slurm.logs)
+    wait_for(lambda: log.exists() and "step 2 " in log.read_text(), slurm.logs)
     slurm.run("scancel", "--batch", "--signal=TERM", job)
-    wait_for(lambda: slurm.ended(job), 90, slurm.logs)
+    wait_for(lambda: slurm.ended(job), slurm.logs)
     assert sorted(p.name for p in tmp_path.glob("saved_*")) == [f"saved_{rank}" for rank in range(4)], log.read_text()
     assert "attempt 0 ended" not in log.read_text()
 
@@ -82,7 +82,7 @@ def test_one_task_per_rank_without_torchrun(slurm: Slurm, tmp_path: Path) -> Non
         text=True,
         check=True,
     ).stdout.strip()
-    wait_for(lambda: slurm.ended(job), 180, slurm.logs)
+    wait_for(lambda: slurm.ended(job), slurm.logs)
     assert slurm.state(job).startswith("COMPLETED"), log.read_text()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
     assert len(list((tmp_path / "run" / "logs").glob("rank_*.log"))) == 4
@@ -124,7 +124,7 @@ def test_a_failing_rank_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     words = ["--max-restarts", "1", "--", TRAIN, "--steps", "4", "--out", str(tmp_path), "--fail-rank", "3"]
     job = slurm.submit(emitted(*words), log)
-    wait_for(lambda: slurm.ended(job), 240, slurm.logs)
+    wait_for(lambda: slurm.ended(job), slurm.logs)
     text = log.read_text()
     assert "ValueError: rank 3 was told to fail" in text
     assert re.search(r"attempt 0 ended with exit code \d+", text)
@@ -149,6 +149,6 @@ def test_a_mistake_is_not_repeated(slurm: Slurm, tmp_path: Path, flags: list[str
     text = emitted("--max-restarts", "2", "--", str(script), *flags)
     assert text.count("--label bash -c") == 1
     job = slurm.submit(text.replace("--label bash -c", "--label env PATH=/no/slurm /bin/bash -c"), log)
-    wait_for(lambda: slurm.ended(job), 180, lambda: log.read_text() + slurm.logs())
+    wait_for(lambda: slurm.ended(job), lambda: log.read_text() + slurm.logs())
     assert slurm.state(job) == "FAILED 2", log.read_text()
     assert log.read_text().count("begun") <= 4

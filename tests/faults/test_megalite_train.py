@@ -18,6 +18,7 @@ from megalite.extras.launch.local import wait_for_name
 from megalite.extras.tool import run_tool
 from megalite.runtime.base.child import children, process_state
 from tests.faults.harness import FOREVER, RUN, committed
+from tests.faults.zygote import WITHIN_S
 
 # What a rank does; it leaves files in its folder. It needs no torch, so that it starts quickly.
 RANK = """
@@ -48,7 +49,7 @@ if kind == "unfinished":
 if kind == "killed" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 if kind not in ("done", "fails_once"):
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -72,7 +73,7 @@ class Started:
             os._exit(e.code if isinstance(e.code, int) else 1)
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WITHIN_S
         while not condition():
             assert time.monotonic() < deadline, self.err()
             assert self.process.is_alive(), self.err()
@@ -91,7 +92,7 @@ class Started:
         return path.read_text() if path.exists() else ""
 
     def end(self) -> int:
-        self.process.join(60)
+        self.process.join(WITHIN_S)
         assert self.process.exitcode is not None, self.err()
         return self.process.exitcode
 
@@ -236,7 +237,7 @@ def test_ranks_save_and_leave_when_their_launcher_is_killed(tmp_path: Path, monk
     ranks = [pid for pid in children(started.process.pid) if "pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_text()]
     started.process.kill()
     started.process.join()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WITHIN_S
     while left := [pid for pid in ranks if process_state(pid) not in ("", "Z")]:
         if time.monotonic() > deadline:
             for pid in left:

@@ -27,6 +27,7 @@ from tests.faults.harness import (
     FOREVER,
     RECOVER,
     RUN,
+    STEPS,
     begin,
     codes,
     committed,
@@ -41,7 +42,7 @@ from tests.faults.harness import (
     waits_at,
 )
 from tests.faults.harness import whole as whole
-from tests.faults.zygote import Job, Zygote, members_of, processes_of, waiting_file
+from tests.faults.zygote import WITHIN_S, Job, Zygote, members_of, processes_of, waiting_file
 from tests.ranks import ROOT, reserve_port
 from tests.rows import always_run
 
@@ -53,12 +54,12 @@ def all_wait(at: int, path: Path) -> dict[str, Any]:
 
 def until_all_wait(zygote: Zygote, path: Path) -> None:
     """Both ranks have kept a copy of the step before: a line of the log comes before the copy."""
-    zygote.until(lambda: all(waiting_file(path, rank).exists() for rank in (0, 1)), 60)
+    zygote.until(lambda: all(waiting_file(path, rank).exists() for rank in (0, 1)))
 
 
 def nobody_is_left(zygote: Zygote, folder: Path) -> None:
     """What a guard leaves behind is killed, and gone a moment later."""
-    zygote.until(lambda: not members_of(folder) and not processes_of(folder), 30)
+    zygote.until(lambda: not members_of(folder) and not processes_of(folder))
 
 
 def expect(zygote: Zygote, run_dir: Path, whole: Path, ranks: list[int]) -> None:
@@ -77,7 +78,7 @@ def recovers(zygote: Zygote, folder: Path, world: int, flags: list[str], faults:
     """A run with these faults ends as the one that nothing happens to."""
     assert codes(begin(zygote, folder / "whole", world, flags).end()) == [0] * world
     job = begin(zygote, folder / "hit", world, [*flags, *RECOVER], *faults)
-    left = job.end(within=200)
+    left = job.end()
     assert codes(left) == [0] * world, left
     expect(
         zygote, folder / "hit" / "run", folder / "whole" / "run", [fault["rank"] for fault in faults if "once" in fault]
@@ -87,7 +88,8 @@ def recovers(zygote: Zygote, folder: Path, world: int, flags: list[str], faults:
 
 def test_rank_0_is_killed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     """With its lock, its log and its part of the save that is being written."""
-    job = begin(zygote, tmp_path, 2, RECOVER, kill(0, 5, tmp_path))
+    # Not in the step itself, in which the other rank may not have copied the state before it yet.
+    job = begin(zygote, tmp_path, 2, RECOVER, kill(0, 5, tmp_path, "commit"))
     assert codes(job.end()) == [0, 0], job.text(0)
     expect(zygote, tmp_path / "run", whole, [0])
     assert "rank 0 died (SIGKILL): back to step 4 in " in job.text(0)
@@ -103,7 +105,7 @@ def test_rank_0_is_killed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
         (
             "--cp 2 --ep 2 --num-experts 4 --moe-topk 2 --moe-router-score-function sigmoid"
             " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01"
-            " --moe-router-load-balancing-type none --mtp-num-layers 1 --recompute full",
+            " --moe-router-load-balancing-type none --mtp-num-layers 1",
             (3, 1),
         ),
         ("--compress powersgd:2", (2, 1)),
@@ -138,7 +140,7 @@ def test_killed_while_a_save_of_an_earlier_step_is_written(zygote: Zygote, tmp_p
     run, go_on = tmp_path / "run", tmp_path / "go on"
     job = begin(zygote, tmp_path, 2, RECOVER, all_wait(6, go_on))
     until_all_wait(zygote, go_on)
-    zygote.until(lambda: "step_00000004" in committed(run), 60)
+    zygote.until(lambda: "step_00000004" in committed(run))
     # As if it had not come to this.
     (run / "checkpoints" / "step_00000004").rename(tmp_path / "lost")
     os.kill(process_of(run, 1), signal.SIGKILL)
@@ -155,7 +157,7 @@ def test_killed_while_weights_alone_are_written(zygote: Zygote, tmp_path: Path) 
     job = begin(zygote, tmp_path, 2, [*RECOVER, *flags], all_wait(6, go_on))
     until_all_wait(zygote, go_on)
     model = run / "checkpoints" / "model_00000004"
-    zygote.until((model / "COMMIT").exists, 60)
+    zygote.until((model / "COMMIT").exists)
     # As if it had not come to this.
     model.rename(tmp_path / "lost")
     (run / "checkpoints" / "step_00000003").rename(tmp_path / "lost too")
@@ -191,7 +193,7 @@ def test_killed_while_weights_of_the_name_of_abandoned_ones_are_written(zygote: 
     waits = [all_wait(at, path) for at, path in zip((11, 12), pauses)]
     flags = ["--on-spike", "rewind", "--save-every", "4", "--save-model-every", "5", "--train-steps", "13"]
     job = begin(zygote, tmp_path, 2, [*RECOVER, *flags], in_batch("spike", 88), *waits)
-    zygote.until((model / "COMMIT").exists, 60)
+    zygote.until((model / "COMMIT").exists)
     shutil.copytree(model, abandoned)
     pauses[0].touch()
 
@@ -201,7 +203,7 @@ def test_killed_while_weights_of_the_name_of_abandoned_ones_are_written(zygote: 
         return False
 
     until_all_wait(zygote, pauses[1])
-    zygote.until(replaced, 60)
+    zygote.until(replaced)
     # As if it had not come to this.
     shutil.rmtree(model)
     abandoned.rename(model)
@@ -212,13 +214,13 @@ def test_killed_while_weights_of_the_name_of_abandoned_ones_are_written(zygote: 
 
 
 @pytest.mark.full
-def test_ten_random_kills(zygote: Zygote, tmp_path: Path) -> None:
+def test_five_random_kills(zygote: Zygote, tmp_path: Path) -> None:
     """`python -m tests.soak.recover` kills hundreds, at any time."""
     draw = random.Random(29)
-    steps = sorted(draw.sample(range(1, 21), 10))
+    steps = sorted(draw.sample(range(1, STEPS + 1), 5))
     places = [(draw.randrange(4), step, draw.choice(["step", "commit"])) for step in steps]
     faults = [kill(rank, step, tmp_path, place) for rank, step, place in places]
-    recovers(zygote, tmp_path, 4, ["--tp", "2", "--pp", "2", "--train-steps", "20"], faults)
+    recovers(zygote, tmp_path, 4, ["--tp", "2", "--pp", "2"], faults)
 
 
 @pytest.mark.full
@@ -257,7 +259,7 @@ def test_several_at_once_and_again_while_they_meet(zygote: Zygote, tmp_path: Pat
             os.kill(pid, signal.SIGKILL)
 
     def recovered(count: int) -> None:
-        zygote.until(lambda: len(events(run, "recovery")) == count or job.ended(), 60)
+        zygote.until(lambda: len(events(run, "recovery")) == count or job.ended())
 
     job.wait_for(0, "step 4/")
     kill_now(1, 2)
@@ -266,7 +268,7 @@ def test_several_at_once_and_again_while_they_meet(zygote: Zygote, tmp_path: Pat
     # The replacement too, and the process that would replace it.
     guard = job.pid(3)
     before = process_of(run, 3)
-    zygote.until(lambda: before not in children(guard) and len(children(guard)) > 0, 60)
+    zygote.until(lambda: before not in children(guard) and len(children(guard)) > 0)
     for pid in children(guard):
         os.kill(pid, signal.SIGKILL)
     recovered(2)
@@ -286,7 +288,7 @@ def test_a_guard_is_killed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
         job = begin(zygote, folder, 2, RECOVER, kill(1, 5, folder, kind="hang"))
         job.wait_for(0, "step 4/")
         os.kill(job.pid(victim), signal.SIGKILL)
-        left = job.end(within=30)
+        left = job.end()
         assert (left[victim].code, left[1 - victim].code) == (-signal.SIGKILL, 1), left
         nobody_is_left(zygote, folder)
         assert codes(begin(zygote, folder, 2, RECOVER).end()) == [0, 0]
@@ -300,7 +302,7 @@ def test_a_bit_flips_in_a_copy(zygote: Zygote, tmp_path: Path, whole: Path, dama
     flips = [{"rank": 1, "kind": "", "place": "copy", "at": step} for step in damaged]
     once = once_committed(tmp_path / "hit" / "run", 2, 0, 5)
     flags = [*RECOVER, "--resume", "never"]
-    job = begin(zygote, tmp_path / "hit", 2, flags, *flips, kill(0, 5, tmp_path), once)
+    job = begin(zygote, tmp_path / "hit", 2, flags, *flips, kill(0, 5, tmp_path, "commit"), once)
     assert codes(job.end()) == [0, 0], job.text(0)
     assert [event["step"] for event in events(tmp_path / "hit" / "run", "recovery")] in (
         [[3]] if len(flips) == 1 else [[2], [4]]
@@ -318,11 +320,9 @@ def test_recoveries_are_used_up(zygote: Zygote, tmp_path: Path) -> None:
     left = begin(zygote, tmp_path / "hit", 2, flags, kill(1, 3, tmp_path), kill(0, 6, tmp_path)).end()
     assert codes(left) == [75, 75], left
     assert "there were more than --max-recoveries 1 recoveries: saving, then exiting" in left[0].err
-    # The save of step 4 may have been under way when the second rank died.
-    assert committed(tmp_path / "hit" / "run") in (
-        {"step_00000004", "step_00000005"},
-        {"step_00000002", "step_00000005"},
-    )
+    # The save of step 4, and a copy of step 5, may have been under way when the second rank died.
+    saved = committed(tmp_path / "hit" / "run")
+    assert saved in ({f"step_{i:08}", f"step_{k:08}"} for i, k in ((4, 5), (2, 5), (2, 4)))
     for name in ("other", "fewer"):
         shutil.copytree(tmp_path / "hit", tmp_path / name, symlinks=True)
     assert codes(begin(zygote, tmp_path / "hit", 2, flags).end()) == [0, 0]
@@ -335,7 +335,7 @@ def test_recoveries_are_used_up(zygote: Zygote, tmp_path: Path) -> None:
     )
     assert other == pytest.approx(whole, rel=1e-5)
     assert fewer == pytest.approx(whole, rel=1e-5)
-    assert [e["step"] for e in events(tmp_path / "fewer" / "run", "resume")] == [5]
+    assert [f"step_{e['step']:08}" for e in events(tmp_path / "fewer" / "run", "resume")] == [max(saved)]
 
 
 @pytest.mark.full
@@ -363,7 +363,7 @@ def test_what_repetition_does_not_cure(
     """An exception, a diverged loss and a mistake end the run as they do without guards."""
     flags = [*RECOVER, *([] if fault else ["--global-batch-size", "1"])]
     job = begin(zygote, tmp_path, 2, flags, *([fault] if fault else []))
-    left = job.end(within=60)
+    left = job.end()
     assert codes(left) == [code, code], left
     assert (left[0].err + left[1].err).count(words) == 1, left
     assert fault is None or not events(tmp_path / "run", "recovery")
@@ -531,7 +531,7 @@ def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path, whole: P
     go_on, run = tmp_path / "go on", tmp_path / "hit" / "run"
     both = {"rank": 1, "kind": "await", "place": "step", "at": 4, "path": str(waiting_file(go_on, 0))}
     job = begin(zygote, tmp_path / "hit", 2, RECOVER, waits_at(4, tmp_path), both, kill(1, 4, tmp_path))
-    zygote.until(lambda: (tmp_path / "kill_step_1_4").exists(), 60)
+    zygote.until(lambda: (tmp_path / "kill_step_1_4").exists())
     for rank in (0, 1):
         os.kill(job.pid(rank), signal.SIGTERM)
     go_on.touch()
@@ -586,7 +586,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         launcher = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=err)
 
     def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + WITHIN_S
         while not condition():
             assert launcher.poll() is None, (tmp_path / "err").read_text()
             assert time.monotonic() < deadline, (tmp_path / "err").read_text()
@@ -606,7 +606,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         launcher.kill()
         launcher.wait()
     # They save, and go.
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WITHIN_S
     while any(stat_of(pid) for pid in members):
         assert time.monotonic() < deadline
         time.sleep(0.05)

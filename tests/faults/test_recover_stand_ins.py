@@ -33,7 +33,7 @@ def test_a_host_is_lost_without_a_reserve(hosts: Hosts, zygote: Zygote, tmp_path
     whole, hit = run_on(zygote, tmp_path / "whole", 2), tmp_path / "hit"
     jobs = hosts.begin(hit, ["--save-every", "4"], 0, waits_at(7, hit), count=2)
     jobs[0].wait_for(0, "step 6/")
-    zygote.until(lambda: committed(hit / "run") == {"step_00000004"}, 60)
+    zygote.until(lambda: committed(hit / "run") == {"step_00000004"})
     hosts.power_off(1)
     left = end(jobs)
     assert codes(left) == [75, -signal.SIGKILL], left
@@ -43,7 +43,7 @@ def test_a_host_is_lost_without_a_reserve(hosts: Hosts, zygote: Zygote, tmp_path
     assert f"rank 1 is gone with its host or its guard: back to step {at} in " in lines[0]
     assert lines[1].endswith("no rank is left in reserve: saving, then exiting")
     assert committed(hit / "run") == {"step_00000004", f"step_{at:08}"}
-    zygote.until(lambda: not members_of(hit), 30)
+    zygote.until(lambda: not members_of(hit))
     shutil.copytree(hit, tmp_path / "same", symlinks=True)
     assert losses(run_on(zygote, hit, 1)) == pytest.approx(losses(whole), rel=1e-5)
     assert outcome(run_on(zygote, tmp_path / "same", 2)) == outcome(whole)
@@ -80,7 +80,7 @@ def test_a_host_and_the_one_that_keeps_its_copies_without_a_reserve(
     whole, hit = run_on(zygote, tmp_path / "whole", 3, *flags), tmp_path / "hit"
     jobs = hosts.begin(hit, flags, 0, waits_at(6, hit))
     jobs[0].wait_for(0, "step 5/")
-    zygote.until(lambda: "step_00000004" in committed(hit / "run"), 60)
+    zygote.until(lambda: "step_00000004" in committed(hit / "run"))
     for host in (1, 2):
         hosts.power_off(host)
     left = end(jobs)

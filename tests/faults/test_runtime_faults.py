@@ -25,7 +25,7 @@ from tests.faults.harness import (
     once_committed,
     outcome,
 )
-from tests.faults.zygote import Job, Left, Zygote, processes_of
+from tests.faults.zygote import WITHIN_S, Job, Left, Zygote, processes_of
 from tests.ranks import ROOT, tmpfs
 from tests.rows import always_run
 
@@ -34,7 +34,7 @@ LAYOUTS = {2: [], 4: ["--tp", "2", "--pp", "2"]}
 
 def told_dead(zygote: Zygote, folder: Path) -> str:
     """What the watchdogs tell one another about a rank that died without a word, once they have ended themselves."""
-    zygote.until(lambda: not processes_of(folder), 30)
+    zygote.until(lambda: not processes_of(folder))
     return "".join(path.read_text() for path in (folder / "run" / "logs").glob("watchdog_*/first_death.json"))
 
 
@@ -72,9 +72,7 @@ def resumes(zygote: Zygote, folder: Path, world: int, whole: dict[int, Any]) -> 
 def test_killed_in_a_step(zygote: Zygote, tmp_path: Path, whole: dict[int, Any], killed: tuple[int, int]) -> None:
     """Row 9: the second of a dp group, and the first of a tensor-parallel pipeline."""
     world, victim = killed
-    left = start(zygote, tmp_path, world, fault={"rank": victim, "kind": "kill", "place": "step", "at": 6}).end(
-        within=60
-    )
+    left = start(zygote, tmp_path, world, fault={"rank": victim, "kind": "kill", "place": "step", "at": 6}).end()
     assert left[victim].code == -signal.SIGKILL, left
     assert f"rank {victim} (" in told_dead(zygote, tmp_path)
     survivors = [left[rank] for rank in range(world) if rank != victim]
@@ -99,7 +97,7 @@ def test_killed_with_its_state_on_disk(zygote: Zygote, tmp_path: Path, whole: di
 
 def test_one_rank_raises(zygote: Zygote, tmp_path: Path) -> None:
     """Row 31: its traceback only."""
-    left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "fail", "place": "step", "at": 3}).end(within=60)
+    left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "fail", "place": "step", "at": 3}).end()
     assert codes(left) == [1, 1]
     assert "ValueError: injected" in left[1].err
     assert "[rank 1] Traceback" in left[1].err
@@ -114,7 +112,7 @@ def test_one_rank_raises_while_another_waits_in_a_call(zygote: Zygote, tmp_path:
     waits, fails = (
         {"rank": rank, "kind": kind, "place": "step", "at": 3} for rank, kind in enumerate(("call", "fail"))
     )
-    left = zygote.start(arguments, 2, tmp_path, waits, fails).end(within=30)
+    left = zygote.start(arguments, 2, tmp_path, waits, fails).end()
     assert codes(left) == [1, 1]
     assert "[rank 1] Traceback" in left[1].err
     assert left[0].err.endswith("[rank 0] exiting: rank 1 failed first\n")
@@ -124,7 +122,7 @@ def test_one_rank_raises_while_another_waits_in_a_call(zygote: Zygote, tmp_path:
 @pytest.mark.full
 def test_reading_ahead_dies(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """Row 35, for a loader that is a thread: what ends it is an exception, and every rank hears of it in the step."""
-    left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "fail", "place": "data", "at": 40}).end(within=60)
+    left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "fail", "place": "data", "at": 40}).end()
     assert codes(left) == [1, 1]
     assert "ValueError: injected" in left[1].err
     assert "Traceback" not in left[0].err
@@ -137,7 +135,7 @@ def test_reading_ahead_dies(zygote: Zygote, tmp_path: Path, whole: dict[int, Any
 def test_a_writer_killed_on_one_rank(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """Row 10: every rank hears of it in the next step; or the run goes on where only a warning was asked for."""
     fault = {"rank": 1, "kind": "", "place": "writer", "at": 4}
-    left = start(zygote, tmp_path, 2, fault=fault).end(within=60)
+    left = start(zygote, tmp_path, 2, fault=fault).end()
     assert codes(left) == [1, 1], left
     died = "checkpoint not saved: rank 1: the process that writes checkpoints died (exit code -9)"
     assert f"SaveError: {died}" in left[0].err
@@ -163,7 +161,7 @@ def test_told_to_stop_in_a_save_and_twice(zygote: Zygote, tmp_path: Path, whole:
         {"rank": 1, "kind": "sigterm", "place": "save", "at": 4},
         {"rank": 1, "kind": "sigterm", "place": "step", "at": 5},
     )
-    left = job.end(within=60)
+    left = job.end()
     assert codes(left) == [0, 0], left
     log = (tmp_path / "run" / "logs" / "rank_1.log").read_text()
     assert log.count("SIGTERM: saving after this step, then exiting") == 2
@@ -317,7 +315,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.root
 def test_read_only_run_directory(zygote: Zygote, tmp_path: Path, read_only: Path) -> None:
     """Row 16."""
-    left = start(zygote, tmp_path, 2).end(within=60)
+    left = start(zygote, tmp_path, 2).end()
     assert codes(left) == [2, 2]
     assert [line for line in (left[0].err + left[1].err).splitlines() if "error:" in line] == [
         f"error: --run-dir {read_only}: must be a folder this user can write (Read-only file system); choose another "
@@ -352,7 +350,7 @@ def test_torchrun_restarts_from_the_last_commit(tmp_path: Path, whole: dict[int,
     )
     command = [*torchrun(2, "--max-restarts", "1"), str(script), *RUN, "--run-dir", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr
     assert outcome(tmp_path / "run") == whole[2]
     assert [event["step"] for event in events(tmp_path / "run", "resume")] == [4]
@@ -366,10 +364,10 @@ def test_sigterm_to_torchrun(tmp_path: Path, zygote: Zygote) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with (tmp_path / "err").open("w") as err:
         process = subprocess.Popen([*command, "--run-dir", str(tmp_path / "run")], env=environment, stderr=err)
-    zygote.until(lambda: "step 3/" in (tmp_path / "err").read_text(), 120)
+    zygote.until(lambda: "step 3/" in (tmp_path / "err").read_text())
     process.terminate()
     # torchrun itself ends with 1, whatever its ranks do.
-    process.wait(60)
+    process.wait(WITHIN_S)
     steps, _ = outcome(tmp_path / "run")
     assert f"step_{steps[-1][0]:08d}" in committed(tmp_path / "run")
     assert not processes_of(tmp_path)

@@ -50,7 +50,7 @@ def hung(request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytes
         jobs[name] = folder, zygote.start([*FLAGS, "--run-dir", str(folder / "run")], 2, folder, fault)
     results = {}
     for name, (folder, job) in jobs.items():
-        left = job.end(within=150)
+        left = job.end()
         files = [folder / "run" / "metrics.jsonl", *(folder / "run" / "logs").glob("rank_*.log")]
         # From the last thing that the run recorded to the last that anyone said.
         last = max(path.stat().st_mtime for path in files)
@@ -82,7 +82,7 @@ def test_the_culprit_is_named_and_all_end(
     assert "no report from" not in said or HANGS[name][0] == "stop", said
     # 8 of these are the timeout, and 8 what a rank that lost its peer leaves to its own writer of checkpoints.
     assert seconds < 30, (seconds, said)
-    zygote.until(lambda: not processes_of(folder), 60)
+    zygote.until(lambda: not processes_of(folder))
     resumed = zygote.start([*FLAGS, "--run-dir", str(folder / "run")], 2, folder).end()
     assert codes(resumed) == [0, 0], resumed
     assert outcome(folder / "run") == straight
@@ -101,7 +101,7 @@ def running(zygote: Zygote, tmp_path: Path) -> Iterator[Job]:
     job = zygote.start(flags, 2, tmp_path)
     job.wait_for(0, "step 3/")
     yield job
-    job.end(60)
+    job.end()
 
 
 def watchdogs(folder: Path) -> int:
@@ -119,19 +119,19 @@ def test_a_rank_and_its_watchdog_stopped_together_are_left_alone(running: Job, z
     for group in groups:
         os.killpg(group, signal.SIGCONT)
     steps = running.text(0).count("\nstep ")
-    zygote.until(lambda: running.text(0).count("\nstep ") > steps + 50, 60)
+    zygote.until(lambda: running.text(0).count("\nstep ") > steps + 50)
     # Either may have waited for the other when they went to sleep or woke one after the other, and been reported.
     assert "killing this rank" not in running.text(0) + running.text(1)
     # A signal to the whole group ends the rank as ever, and the watchdog with it.
     os.killpg(groups[1], signal.SIGTERM)
-    assert codes(running.end(60)) == [0, 0]
+    assert codes(running.end()) == [0, 0]
     assert watchdogs(tmp_path) == 0
 
 
 def test_the_watchdog_ends_with_its_rank(running: Job, zygote: Zygote, tmp_path: Path) -> None:
     os.kill(running.pid(0), signal.SIGKILL)
     running.end()
-    zygote.until(lambda: watchdogs(tmp_path) == 0, 60)
+    zygote.until(lambda: watchdogs(tmp_path) == 0)
 
 
 def test_ranks_that_wait_outside_python_end_after_another_has_died(zygote: Zygote, tmp_path: Path) -> None:
@@ -141,14 +141,14 @@ def test_ranks_that_wait_outside_python_end_after_another_has_died(zygote: Zygot
     fork = {"rank": 1, "kind": "fork", "place": "step", "at": 2}
     kill = {"rank": 1, "kind": "kill", "place": "step", "at": 3}
     flags = [*RUN, "--run-dir", str(tmp_path / "run")]
-    left = zygote.start(flags, 4, tmp_path, fork, kill, *faults).end(within=60)
+    left = zygote.start(flags, 4, tmp_path, fork, kill, *faults).end()
     assert codes(left) == [-signal.SIGKILL] * 4, left
     for rank in (0, 2, 3):
         said = left[rank].err.splitlines()[-1]
         assert said.startswith(f"[rank {rank}] watchdog: rank 1 ("), said
         assert said.endswith(" killing this rank, which did not end by itself")
         assert "died in training (step 3" in said
-    zygote.until(lambda: not processes_of(tmp_path), 30)
+    zygote.until(lambda: not processes_of(tmp_path))
 
 
 def test_no_watchdog(zygote: Zygote, tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def test_a_watchdog_that_is_killed_is_replaced(running: Job, zygote: Zygote) -> 
     (first,) = child_of(rank, "watchdog")
     os.kill(first, signal.SIGKILL)
     running.wait_for(1, "the watchdog of this rank ended (code -9): starting another")
-    zygote.until(lambda: child_of(rank, "watchdog") not in ([], [first]), 60)
+    zygote.until(lambda: child_of(rank, "watchdog") not in ([], [first]))
     os.kill(rank, signal.SIGSTOP)
-    left = running.end(60)
+    left = running.end()
     assert left[1].code == -signal.SIGKILL, left
     assert "watchdog: all ranks are waiting for rank 1 (" in left[0].err + left[1].err
 
@@ -196,7 +196,7 @@ def test_output_that_nobody_reads_stops_neither_rank_nor_watchdog(zygote: Zygote
     stop = {"rank": 1, "kind": "stop", "place": "step", "at": 6}
     flags = [*RUN, *FOREVER, "--watchdog-timeout", "2", "--run-dir", str(tmp_path / "run")]
     job = zygote.start(flags, 2, tmp_path, stop)
-    zygote.until(lambda: all(name in zygote.codes for name in job.names), 60)
+    zygote.until(lambda: all(name in zygote.codes for name in job.names))
     for reader, path in zip(readers, paths):
         os.close(reader)
         path.unlink()
@@ -206,20 +206,20 @@ def test_output_that_nobody_reads_stops_neither_rank_nor_watchdog(zygote: Zygote
     assert json.loads((reports / "rank_1.json").read_text())["state"] == "stopped"
     # The log of the run has what the console missed.
     assert "step 5/" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-    zygote.until(lambda: not processes_of(tmp_path), 30)
+    zygote.until(lambda: not processes_of(tmp_path))
 
 
 def test_a_stopped_writer_ends_with_its_rank(zygote: Zygote, tmp_path: Path) -> None:
     """It holds a copy of everything that is saved."""
     job = zygote.start([*RUN, *FOREVER, "--run-dir", str(tmp_path / "run")], 1, tmp_path)
-    zygote.until(lambda: committed(tmp_path / "run") if (tmp_path / "run" / "checkpoints").exists() else False, 60)
+    zygote.until(lambda: committed(tmp_path / "run") if (tmp_path / "run" / "checkpoints").exists() else False)
     (writer,) = child_of(job.pid(0), "checkpoint.writer")
     os.kill(writer, signal.SIGSTOP)
-    zygote.until(lambda: process_state(writer) == "T", 10)
+    zygote.until(lambda: process_state(writer) == "T")
     os.kill(job.pid(0), signal.SIGKILL)
-    job.end(30)
+    job.end()
     # A zombie is over: whoever adopted it may be slow to notice.
-    zygote.until(lambda: process_state(writer) in ("", "Z"), 30)
+    zygote.until(lambda: process_state(writer) in ("", "Z"))
 
 
 def test_a_long_flush_is_no_hang(zygote: Zygote, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_long_flush_is_no_hang(zygote: Zygote, tmp_path: Path) -> None:
         pytest.skip("disk faults need a C compiler")
     slow = {"LD_PRELOAD": str(library), "SOAK_DISK_PATH": str(tmp_path), "SOAK_DISK_FAULT": "fsync 1 -6 0"}
     flags = [*RUN, "--train-steps", "4", "--watchdog-timeout", "2", "--run-dir", str(tmp_path / "run")]
-    left = zygote.start(flags, 1, tmp_path, env=slow).end(150)
+    left = zygote.start(flags, 1, tmp_path, env=slow).end()
     assert codes(left) == [0], left
     assert committed(tmp_path / "run") == {"step_00000002", "step_00000004"}
     assert "watchdog" not in left[0].err

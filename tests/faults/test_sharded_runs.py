@@ -67,7 +67,7 @@ def test_copies_are_compared_before_a_save(zygote: Zygote, tmp_path: Path) -> No
 def test_scratch_files_that_do_not_fit(zygote: Zygote, tmp_path: Path, tiny_disk: Path) -> None:
     """Exit 2 before the first step with one line and both sizes; no rank dies of SIGBUS, and nothing is left."""
     flags = ["--hidden-size", "128", "--offload", "optimizer", "--offload-dir", str(tiny_disk)]
-    left = zygote.start([*RUN, *flags, "--run-dir", str(tmp_path / "run")], 2, tmp_path).end(within=60)
+    left = zygote.start([*RUN, *flags, "--run-dir", str(tmp_path / "run")], 2, tmp_path).end()
     assert codes(left) == [2, 2]
     (line,) = [line for rank in left for line in rank.err.splitlines() if "error:" in line]
     assert f"--offload-dir {tiny_disk}: " in line

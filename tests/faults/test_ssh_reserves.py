@@ -15,7 +15,7 @@ import pytest
 from megalite.extras.launch import agent
 from megalite.runtime.base.child import stat_of
 from tests.faults.harness import RUN, STEPS, events, guard_waits, outcome, wait_for
-from tests.faults.ssh_hosts import ALL_GONE_S, NODES, STARTUP_S, Hosts, Launch, sh
+from tests.faults.ssh_hosts import NODES, Hosts, Launch, sh
 from tests.faults.ssh_hosts import hosts as hosts
 from tests.faults.ssh_hosts import nothing_left as nothing_left
 from tests.ranks import ROOT
@@ -105,7 +105,7 @@ def launch(
         together = [len(os.listdir(f"/proc/{guard}/task")) > 1 for guard in guards]
         return "step 4/" in run.text() and together == [True] * slots * len(nodes[2:])
 
-    wait_for(waits, STARTUP_S, "step 4, and a rank in reserve")
+    wait_for(waits, "step 4, and a rank in reserve")
     return run
 
 
@@ -114,9 +114,9 @@ def test_a_lost_host_is_replaced(hosts: Hosts, tmp_path: Path, whole: Path, harm
     """The ranks of a host that was hung up on or reset used to have the whole run save, or all hosts stopped."""
     run = launch(hosts, tmp_path)
     HARM[harm](hosts, NODES[1])
-    wait_for(lambda: "rank 1 is gone with its host or its guard: back to step 4" in run.text(), 90, "the recovery")
+    wait_for(lambda: "rank 1 is gone with its host or its guard: back to step " in run.text(), "the recovery")
     # Its own processes have found out for themselves.
-    wait_for(lambda: not hosts.processes(NODES[1]), ALL_GONE_S, "the lost host empty")
+    wait_for(lambda: not hosts.processes(NODES[1]), "the lost host empty")
     (tmp_path / "go on").touch()
     assert run.end() == 0, run.text()
     ended = " ended with exit code 1" if harm == "reset" else ": connection lost"
@@ -145,9 +145,9 @@ def test_a_host_of_an_elastic_run_is_started_again(hosts: Hosts, tmp_path: Path,
     waits = f"WAIT=4:{tmp_path / 'go on'};6:{tmp_path / 'go further'}"
     run = launch(hosts, tmp_path, "--env", waits, spares=False, ranks=["--elastic", "--grow-after", "0"])
     power_off(hosts, NODES[1])
-    wait_for(lambda: "dp 2 -> 1, 8 micro-batches as 8, and no other host" in run.text(), 90, "the shrink")
+    wait_for(lambda: "dp 2 -> 1, 8 micro-batches as 8, and no other host" in run.text(), "the shrink")
     (tmp_path / "go on").touch()
-    wait_for(lambda: guard_waits(hosts.processes(NODES[1])), 150, "the lost host back in reserve")
+    wait_for(lambda: guard_waits(hosts.processes(NODES[1])), "the lost host back in reserve")
     (tmp_path / "go further").touch()
     assert run.end() == 0, run.text()
     assert "launch: mlnode2: connection lost; the run goes on with the hosts that are left" in run.text()
@@ -160,8 +160,8 @@ def test_a_host_of_several_ranks_one_of_whose_guards_is_killed_is_replaced(hosts
     """The other rank was asked to stop, and had the run save and end with 0."""
     run = launch(hosts, tmp_path, slots=2)
     os.kill(guards_of(hosts, NODES[1])[0], signal.SIGKILL)
-    wait_for(lambda: "or its guard: back to step 4" in run.text(), 90, "the recovery")
-    wait_for(lambda: not hosts.processes(NODES[1]), ALL_GONE_S, "the lost host empty")
+    wait_for(lambda: "or its guard: back to step " in run.text(), "the recovery")
+    wait_for(lambda: not hosts.processes(NODES[1]), "the lost host empty")
     (tmp_path / "go on").touch()
     assert run.end() == 0, run.text()
     assert "launch: mlnode2 ended with exit code 1; the run goes on if ranks are left in reserve" in run.text()
@@ -206,7 +206,7 @@ def test_a_host_without_its_agent_is_lost_and_the_first_one_ends_the_run(hosts: 
     assert scores[1] == min(scores[0] + 500, 1000)
     assert int(stat_of(trains)[1]) == guard
     os.kill(agent_of(hosts, NODES[1]), signal.SIGKILL)
-    wait_for(lambda: "rank 1 is gone with its host or its guard: back to step 4" in run.text(), 90, "the recovery")
+    wait_for(lambda: "rank 1 is gone with its host or its guard: back to step " in run.text(), "the recovery")
     os.kill(agent_of(hosts, NODES[0]), signal.SIGKILL)
     assert run.end() == 1, run.text()
     assert "launch: mlnode1: connection lost; stopping all hosts" in run.text()

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +22,20 @@ from megalite.runtime.places.store_place import OWNER, StorePlace
 from tests.faults.store_runs import MODEL
 from tests.faults.zygote import Job, Zygote
 from tests.parity.runs import losses
-from tests.ranks import finish, reserve_port, run_ranks, start_rank
-from tests.stores import S3, BreakingProxy, Fault, environment, secrets_in
+from tests.ranks import reserve_port
+from tests.stores import S3, BreakingProxy, Fault, environment
 
 
-def train(world: int, *flags: str) -> list[str]:
-    """Train; the standard errors of all ranks."""
-    left = run_ranks([*MODEL, *flags], world)
-    assert [rank.code for rank in left] == [0] * world, left
-    said = [rank.out + rank.err for rank in left]
-    assert secrets_in("".join(said).encode()) == []
-    return said
+@pytest.fixture
+def train(s3: S3, zygote: Zygote, tmp_path: Path) -> Callable[..., list[str]]:
+    """Trains, and returns what all ranks have said."""
+
+    def run(world: int, *flags: str) -> list[str]:
+        left = zygote.start([*MODEL, *flags], world, tmp_path, env=environment(s3.port)).end()
+        assert [rank.code for rank in left] == [0] * world, left
+        return [rank.err for rank in left]
+
+    return run
 
 
 def shards(checkpoint: Path) -> dict[str, bytes]:
@@ -39,7 +43,9 @@ def shards(checkpoint: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.full
-def test_two_hosts_without_a_shared_folder(s3: S3, proxy: BreakingProxy, tmp_path: Path) -> None:
+def test_two_hosts_without_a_shared_folder(
+    s3: S3, proxy: BreakingProxy, zygote: Zygote, tmp_path: Path, train: Callable[..., list[str]]
+) -> None:
     """Each rank has a disk of its own, which is lost after four steps: the same bits as on one disk.
 
     The last of these steps is saved while the store is away; the same command uploads it when the store is back.
@@ -49,12 +55,11 @@ def test_two_hosts_without_a_shared_folder(s3: S3, proxy: BreakingProxy, tmp_pat
     flags = [*MODEL, "--run-dir", url, "--save-every", "2"]
     for steps, host, away in ((4, "a", True), (4, "a", False), (6, "b", False)):
         proxy.faults = [Fault("PUT .*/step_00000004", "403")] if away else []
-        port = reserve_port()
-        ranks = [
-            start_rank(rank, 2, port, [*flags, "--train-steps", str(steps)], {"HOME": str(tmp_path / f"{host}{rank}")})
-            for rank in range(2)
-        ]
-        left = finish(ranks, 590)
+        launched, jobs = {**environment(proxy.port), "WORLD_SIZE": "2", "MASTER_PORT": str(reserve_port())}, []
+        for rank in range(2):
+            env = {**launched, "RANK": str(rank), "HOME": str(tmp_path / f"{host}{rank}")}
+            jobs.append(zygote.start([*flags, "--train-steps", str(steps)], 1, tmp_path, env=env))
+        left = [job.end()[0] for job in jobs]
         assert [rank.code for rank in left] == [int(away)] * 2, left
         assert "the hosts share no folder" in left[0].err
         assert ("which an earlier process had written" in left[0].err) == (host == "a" and not away)
@@ -71,7 +76,7 @@ def test_two_hosts_without_a_shared_folder(s3: S3, proxy: BreakingProxy, tmp_pat
 
 
 @pytest.mark.full
-def test_data_in_the_store_are_the_data_on_the_disk(s3: S3, tmp_path: Path) -> None:
+def test_data_in_the_store_are_the_data_on_the_disk(s3: S3, tmp_path: Path, zygote: Zygote) -> None:
     """The same losses and gradient norms."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -85,14 +90,16 @@ def test_data_in_the_store_are_the_data_on_the_disk(s3: S3, tmp_path: Path) -> N
     runs = {"disk": str(disk / "text"), "store": s3.url("data/text")}
     for name, data in runs.items():
         flags = ["--data", data, "--run-dir", str(tmp_path / name), "--cache-dir", str(tmp_path / "cache")]
-        left = run_ranks([*model, *flags, "--train-steps", "4"], 1)
-        assert left[0].code == 0, left
+        (left,) = zygote.start([*model, *flags, "--train-steps", "4"], 1, tmp_path, env=environment(s3.port)).end()
+        assert left.code == 0, left
     assert losses(tmp_path / "disk") == losses(tmp_path / "store")
     assert s3.url("data/text") in (tmp_path / "store" / "config.yaml").read_text()
 
 
 @pytest.mark.full
-def test_a_run_continues_from_the_store_after_its_disk_is_lost(s3: S3, tmp_path: Path) -> None:
+def test_a_run_continues_from_the_store_after_its_disk_is_lost(
+    s3: S3, tmp_path: Path, train: Callable[..., list[str]]
+) -> None:
     """Six steps without a break on a local disk, and with the disk lost after three: the same bits."""
     whole = tmp_path / "whole"
     train(2, "--run-dir", str(whole), "--train-steps", "6", "--save-every", "2")
@@ -124,7 +131,7 @@ def test_uploads_that_fail_in_a_row_end_a_run(s3: S3, proxy: BreakingProxy, zygo
     url, cache = s3.url("runs/forbidden"), tmp_path / "cache"
     proxy.faults = [Fault(r"PUT .*\.safetensors", "403")]
     flags = ["--run-dir", url, "--cache-dir", str(cache), "--save-every", "1", "--train-steps", "5000"]
-    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end(300)
+    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end()
     assert left.code == 1
     assert re.search(r"checkpoints are not uploaded: 3 uploads in a row failed; those on the local disk are", left.err)
     assert StorePlace(Store(f"{url}/checkpoints")).committed() == []
@@ -141,7 +148,7 @@ def test_a_bucket_that_is_forbidden_ends_a_run_at_its_start(
     """With one line, and the lock is free again."""
     proxy.faults = [Fault("/bucket/runs/closed", "403")]
     flags = ["--run-dir", s3.url("runs/closed"), "--cache-dir", str(tmp_path / "cache"), "--train-steps", "1"]
-    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end(300)
+    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end()
     assert left.code == 2
     assert left.err.count("error:") == 1
     assert "s3://bucket/runs/closed/checkpoints" in left.err
@@ -153,10 +160,10 @@ def test_a_run_that_does_not_start_takes_no_place(s3: S3, zygote: Zygote, tmp_pa
     """Another model on the same URL: the run that has the place goes on there."""
     flags = ["--run-dir", s3.url("runs/kept"), "--cache-dir", str(tmp_path / "cache"), "--train-steps", "1"]
     env, store = environment(s3.port), Store(s3.url("runs/kept/checkpoints"))
-    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=env).end(300)
+    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=env).end()
     assert left.code == 0, left
     owner = store.read(OWNER)
-    (left,) = zygote.start([*MODEL, *flags, "--hidden-size", "64"], 1, tmp_path, env=env).end(300)
+    (left,) = zygote.start([*MODEL, *flags, "--hidden-size", "64"], 1, tmp_path, env=env).end()
     assert left.code == 2, left
     assert store.read(OWNER) == owner
 
@@ -175,7 +182,7 @@ def test_a_slow_store_is_no_hang(s3: S3, proxy: BreakingProxy, zygote: Zygote, t
     flags = ["--data", s3.url("slow/text"), "--run-dir", s3.url("runs/slow"), "--cache-dir", str(tmp_path / "cache")]
     model = [word for word in MODEL if word != "--mock-data"]
     arguments = [*model, *flags, "--train-steps", "2", "--watchdog-timeout", "8"]
-    (left,) = zygote.start(arguments, 1, tmp_path, env=environment(proxy.port)).end(300)
+    (left,) = zygote.start(arguments, 1, tmp_path, env=environment(proxy.port)).end()
     assert (left.code, "watchdog" in left.err) == (0, False), left
     assert [fault.happened for fault in proxy.faults] == [1, 1, 1]
 
@@ -192,15 +199,15 @@ def test_two_runs_of_one_place(s3: S3, zygote: Zygote, tmp_path: Path) -> None:
         return zygote.start([*MODEL, *flags], 1, tmp_path / name, env=env)
 
     first = start("first", "50000")
-    zygote.until(lambda: bool(StorePlace(store).committed()), 240)
+    zygote.until(lambda: bool(StorePlace(store).committed()))
     second = start("second", "1000000")
     owner = store.read(OWNER)
-    zygote.until(lambda: store.read(OWNER) != owner, 240)
-    (left,) = first.end(240)
+    zygote.until(lambda: store.read(OWNER) != owner)
+    (left,) = first.end()
     assert (left.code, "has been taken by run" in left.err, "the local disk are whole" in left.err) == (1, True, True)
     own = json.loads(store.read(OWNER))["run_id"]
     os.kill(second.pid(0), signal.SIGTERM)
-    (left,) = second.end(240)
+    (left,) = second.end()
     assert (left.code, "resumed from" in left.err) == (0, True), left
     newest = StorePlace(store).committed()[0]
     assert json.loads(store.read(f"{newest}/manifest.json"))["run_id"] == own

@@ -22,7 +22,7 @@ def test_a_part_that_comes_at_the_second_attempt(s3: S3, proxy: BreakingProxy, z
     url = s3.url("runs/second")
     proxy.faults = [Fault(r"PUT .*/rank_00001\.safetensors", "403", 1)]
     flags = ["--run-dir", url, "--cache-dir", str(tmp_path / "cache"), "--train-steps", "1", "--upload-patience", "1"]
-    left = zygote.start([*MODEL, *flags], 2, tmp_path, env=environment(proxy.port)).end(300)
+    left = zygote.start([*MODEL, *flags], 2, tmp_path, env=environment(proxy.port)).end()
     assert [rank.code for rank in left] == [0, 0], left
     assert proxy.faults[0].happened == 1
     assert len(StorePlace(Store(f"{url}/checkpoints")).committed()) == 1
@@ -33,7 +33,7 @@ def test_a_commit_whose_answer_is_lost(s3: S3, proxy: BreakingProxy, zygote: Zyg
     url = s3.url("runs/unheard")
     proxy.faults = [Fault("PUT .*/COMMIT", "call-after")]
     flags = ["--run-dir", url, "--cache-dir", str(tmp_path / "cache"), "--train-steps", "1", "--upload-patience", "1"]
-    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end(300)
+    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end()
     assert (left.code, "is in the store all the same" in left.err) == (0, True), left
     assert len(StorePlace(Store(f"{url}/checkpoints")).committed()) == 1
 
@@ -44,7 +44,7 @@ def test_an_endpoint_to_which_everything_is_a_success(
     """Found out before the first step, with one line."""
     proxy.faults = [Fault("runs/yes", "200")]
     flags = ["--run-dir", s3.url("runs/yes"), "--cache-dir", str(tmp_path / "cache"), "--train-steps", "1"]
-    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end(300)
+    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end()
     assert left.code == 2, left
     assert [line for line in left.err.splitlines() if "error:" in line and "does not keep what is written" in line]
     assert left.err.count("error:") == 1
@@ -65,7 +65,7 @@ def test_training_waits_for_data_that_are_away(s3: S3, proxy: BreakingProxy, zyg
     flags = ["--data", s3.url("away/text"), "--run-dir", str(run), "--cache-dir", str(tmp_path / "cache")]
     model = [word for word in MODEL if word != "--mock-data"]
     arguments = [*model, *flags, "--train-steps", "60", "--watchdog-timeout", "8", "--read-patience", "200"]
-    (left,) = zygote.start(arguments, 1, tmp_path, env=environment(proxy.port)).end(300)
+    (left,) = zygote.start(arguments, 1, tmp_path, env=environment(proxy.port)).end()
     assert (left.code, "watchdog" in left.err) == (0, False), left
     assert proxy.faults[0].happened == 8
     assert left.err.count("trying again") == 1
@@ -111,13 +111,13 @@ def test_a_run_leaves_no_credential(s3: S3, proxy: BreakingProxy, zygote: Zygote
     model = [*MODEL, "--run-dir", url, "--cache-dir", str(tmp_path / "cache"), "--save-every", "1"]
     unset = dict.fromkeys(NAMES, "") if source == "profile" else {}
     arguments = [*model, "--train-steps", "3", "--upload-patience", "1"]
-    (left,) = zygote.start(arguments, 1, tmp_path, env={**unset, **given}).end(300)
+    (left,) = zygote.start(arguments, 1, tmp_path, env={**unset, **given}).end()
     said = [left.err]
     assert "for AWS4-HMAC" in left.err
     proxy.faults = [Fault("bucket", "403")]
     wrong = url.replace("://", f"://{VALUES[0]}:{URL_SECRET}@")
     for flags in ([*model], [*model, "--run-dir", wrong], [*model, "--wandb-project", wrong]):
-        (left,) = zygote.start([*flags, "--train-steps", "9"], 1, tmp_path, env={**unset, **given}).end(300)
+        (left,) = zygote.start([*flags, "--train-steps", "9"], 1, tmp_path, env={**unset, **given}).end()
         assert left.code == 2, left
         said.append(left.err)
     assert seen

@@ -21,7 +21,7 @@ RUN = [
 
 
 def start(zygote: Zygote, folder: Path, *flags: str) -> list[Left]:
-    return zygote.start([*RUN, "--run-dir", str(folder / "run"), *flags], 2, folder).end(60)
+    return zygote.start([*RUN, "--run-dir", str(folder / "run"), *flags], 2, folder).end()
 
 
 def test_a_full_disk_under_the_log_files(zygote: Zygote, tmp_path: Path) -> None:

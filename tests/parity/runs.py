@@ -13,13 +13,18 @@ MODEL = [
     *("--seq-len", "16", "--global-batch-size", "8", "--mock-data", "--device", "cpu", "--lr", "1e-3"),
     *("--hidden-dropout", "0.1", "--lr-decay-steps", str(STEPS)),
 ]
+# Without a process for each rank, which takes longer to start than these runs.
+ALONE = ["--watchdog-timeout", "0"]
 LAYOUTS = {
     "one": (1, []),
     "dp2": (2, []),
     "tp2-pp2": (4, ["--tp", "2", "--pp", "2"]),
     "dp2-zero0-bf16": (2, ["--zero", "0", "--precision", "bf16"]),
     "pp2-vp2": (2, ["--pp", "2", "--vp", "2"]),
-    "dp4-zero3-hybrid": (4, ["--zero", "3", "--zero-group", "2", "--zero-whole-below", "500", "--eval-every", "2"]),
+    "dp4-zero3-hybrid": (
+        4,
+        ["--zero", "3", "--zero-group", "2", "--zero-whole-below", "500", "--eval-every", "2", "--eval-steps", "2"],
+    ),
     "dp2-cp2": (4, ["--cp", "2", "--cp-comm", "ring", "--zero", "3", "--zero-whole-below", "500"]),
     "tp2-cp2": (4, ["--tp", "2", "--cp", "2", "--zero", "2"]),
     "dp2-pp2-zero2": (4, ["--zero", "2", "--pp", "2"]),
@@ -42,7 +47,7 @@ def train(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
     from megalite.runtime.options import cli
     from megalite.runtime.start.start import open_run
 
-    cfg = cli.parse(arguments, dialect=DIALECT).config
+    cfg = cli.parse([*arguments, *ALONE], dialect=DIALECT).config
     context = ParallelContext.create(Grid.from_config(cfg.parallel, world), torch.device("cpu"))
     with open_run(cfg, context) as run:
         fit(run)
@@ -71,7 +76,7 @@ def carried(rank: int, arguments: list[str], world: int) -> tuple[dict[str, tupl
     from megalite.runtime.options import cli
     from megalite.runtime.start.start import open_run
 
-    cfg = cli.parse(arguments).config
+    cfg = cli.parse([*arguments, *ALONE]).config
     context = ParallelContext.create(Grid.from_config(cfg.parallel, world), torch.device("cpu"))
     held: dict[str, tuple[Any, Any]] = {}
     with open_run(cfg, context) as run:

@@ -132,7 +132,7 @@ def test_command_lines_train_and_save(pool: WorkerPool, tmp_path: Path, line: st
     world, options = LINES[line]
     apart = [] if "--sequence-parallel" in options else ["--no-sequence-parallel"]
     common = [*TINY.split(), *options.split(), *apart, "--train-steps", "2", "--run-dir"]
-    pool.run(world, train, [*common, str(tmp_path / "ranks")], world, timeout=60)
+    pool.run(world, train, [*common, str(tmp_path / "ranks")], world)
     assert (tmp_path / "ranks" / "checkpoints" / "step_00000002").is_dir()
     if "--compress" not in options:
         train(0, [*common, str(tmp_path / "one"), "--tp", "1", "--cp", "1"], 1)

@@ -295,7 +295,7 @@ def refusal(rank: int, folder: str) -> str:
 
 
 def test_tasks_are_given_on_all_ranks_or_none(pool: WorkerPool, folder: Path) -> None:
-    first, second = pool.run(2, refusal, str(folder), timeout=60)
+    first, second = pool.run(2, refusal, str(folder))
     assert first == second
     assert re.match(r"--eval-tasks of rank 1 \(none\): must equal rank 0's \(.*choices.yaml .*\); start every", first)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,13 @@ from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
+from tests.parity.oracle import damped as damped
 from tests.parity.oracle import train_plainly
 from tests.rows import always_run
 from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
 from tests.workers import WorkerPool
+
+pytestmark = pytest.mark.usefixtures("damped")
 
 FAMILIES, STEPS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), 3
 TP: tuple[int, dict[str, Any]] = (4, {"ep": 2, "tp": 2, "sequence_parallel": False})
@@ -43,14 +45,6 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [{"ep": 2}],
     4: [{"ep": 2, "tp": 2}, {"ep": 4}, {"ep": 4, "tp": 2, "etp": "1", "zero": 3}],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def damped() -> Iterator[None]:
-    """An epsilon of AdamW above roundings: a gradient near zero would otherwise be divided by itself."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "OPTIM", dataclasses.replace(jobs.OPTIM, eps=1e-6))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -302,11 +302,12 @@ def test_routers_are_gathered_apart_from_codes(pool: WorkerPool, layout: dict[st
 def evaluated_and_resumed(rank: int, folder: Path, world: int, how: str) -> list[Any]:
     """Hashes of the states after a run with evaluations, and after a further step of a run that takes it up."""
     sizes = ["--hidden-size", "128", "--head-dim", "64", "--ffn-hidden-size", "256", "--seq-len", "128"]
-    sharded = ["--zero", "3", "--zero-whole-below", "500", "--eval-every", "1", "--run-dir", str(folder / how)]
+    sharded = ["--zero", "3", "--zero-whole-below", "500", "--eval-every", "1", "--eval-steps", "2"]
     with pytest.MonkeyPatch.context() as patch:
         if how == "weights":
             patch.setattr(make_buckets, "gathers_codes", lambda *args: False)
-        given = [*FLAGS, *sizes, *sharded, "--fp8", "blockwise", "--fp8-emulate", "--train-steps"]
+        codes = ["--fp8", "blockwise", "--fp8-emulate", "--run-dir", str(folder / how)]
+        given = [*FLAGS, *sizes, *sharded, *codes, "--train-steps"]
         return [runs.train(rank, [*given, steps], world) for steps in ("2", "3")]
 
 
@@ -426,7 +427,7 @@ def learned(recipe: str, fault: str = "", **train: Any) -> float:
     """Mean loss of the last half of the steps."""
     sizes = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "ffn_hidden_size": 384}
     model = jobs.llama(2, **sizes, seq_len=128, vocab_size=256)
-    train = {"precision": "bf16", "fp8": recipe, "fp8_emulate": recipe != "off", "train_steps": 60, **train}
+    train = {"precision": "bf16", "fp8": recipe, "fp8_emulate": recipe != "off", "train_steps": 40, **train}
     cfg = jobs.make_config(model, **{"micro_batch_size": 2, "global_batch_size": 4, **train})
     cfg = replace(cfg, optim=replace(cfg.optim, lr=2e-3, warmup_steps=20))
     with pytest.MonkeyPatch.context() as patch:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,12 @@ from tests.parity.features import Feature
 from tests.parity.harness import ranks_of
 from tests.parity.models import MIXTRAL, dropped
 from tests.parity.oracle import STARTS, train_plainly
+from tests.parity.oracle import damped as damped
 from tests.rows import always_run
 from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
 from tests.workers import WorkerPool
+
+pytestmark = pytest.mark.usefixtures("damped")
 
 FAMILIES, STEPS = ("opt", "bloom", "gpt_neo", "gptj"), 5
 # Of transformers' models: OPT-350M has norms of sums and embeddings that are projected.
@@ -38,14 +40,6 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [{"tp": 2, "sequence_parallel": False}, {"pp": 2, "schedule": "zb-h1"}],
     4: [{"tp": 2, "cp": 2, "cp_comm": "ring"}, {"tp": 2, "zero": 3, "zero_whole_below": 500}],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def damped() -> Iterator[None]:
-    """An epsilon of AdamW above roundings: a gradient of zero (that of a bias of keys) would be divided by itself."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "OPTIM", dataclasses.replace(jobs.OPTIM, eps=1e-6))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.faults.zygote import Left, Zygote
 from tests.parity.harness import put_together
 from tests.parity.runs import LAYOUTS, MODEL, carried, losses, train
-from tests.ranks import finish, run_ranks, start_ranks
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
@@ -86,95 +86,89 @@ def test_states_survive_every_change_of_layout(pool: WorkerPool, tmp_path: Path)
 
 
 @pytest.mark.full
-def test_a_checkpoint_of_another_model_is_refused_and_other_options_are_said(tmp_path: Path) -> None:
-    run = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "1"]
-    assert run_ranks(run)[0].code == 0
-    (left,) = run_ranks([*run, "--rope-theta", "500000"])
+def test_a_checkpoint_of_another_model_is_refused_and_other_options_are_said(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def start(*flags: str) -> Left:
+        (left,) = zygote.start([*MODEL, "--run-dir", str(run), "--train-steps", "1", *flags], 1, tmp_path).end()
+        return left
+
+    assert start().code == 0
+    left = start("--rope-theta", "500000")
     assert left.code == 2
-    assert "rope_theta 10000.0 there, 500000.0 here" in left.errors[0]
-    (left,) = run_ranks([*run, "--seed", "5"])
+    assert "rope_theta 10000.0 there, 500000.0 here" in left.err
+    left = start("--seed", "5")
     assert left.code == 2
-    assert "seed 1234 there, 5 here" in left.errors[0]
+    assert "seed 1234 there, 5 here" in left.err
     # A refused start leaves the run as it was: its description, and no lock.
-    assert "seed: 1234" in (tmp_path / "config.yaml").read_text()
+    assert "seed: 1234" in (run / "config.yaml").read_text()
     # What was done is not done again.
-    (left,) = run_ranks([*run, "--lr", "5e-4", "--micro-batch-size", "2"])
+    left = start("--lr", "5e-4", "--micro-batch-size", "2")
     assert left.code == 0
     assert "options changed since that checkpoint: --micro-batch-size 1 -> 2, --lr 0.001 -> 0.0005" in left.err
     assert "nothing to do" in left.err
     assert "taking over" not in left.err
 
 
-def wait_for(process: subprocess.Popen[str], words: str) -> None:
-    """Read what the rank says, up to these words."""
-    assert process.stderr is not None
-    while words not in (line := process.stderr.readline()):
-        assert line, f"ended before it said {words!r}"
+LONG = [*MODEL, "--train-steps", "100000", "--lr-decay", "constant"]
 
 
 @pytest.mark.parametrize("ask", always_run([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
-def test_asked_to_stop_one_rank_stops_all_after_a_save(tmp_path: Path, ask: signal.Signals) -> None:
-    arguments = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "100000", "--lr-decay", "constant"]
-    processes = start_ranks(arguments, 2)
+def test_asked_to_stop_one_rank_stops_all_after_a_save(zygote: Zygote, tmp_path: Path, ask: signal.Signals) -> None:
+    run = tmp_path / "run"
+    job = zygote.start([*LONG, "--run-dir", str(run)], 2, tmp_path)
     # The first console line says that training is under way.
-    wait_for(processes[0], "step 1/")
-    processes[1].send_signal(ask)
-    left = finish(processes)
+    job.wait_for(0, "step 1/")
+    os.kill(job.pid(1), ask)
+    left = job.end()
     assert [rank.code for rank in left] == [0, 0], left
     assert re.search(r"stopped after step \d+ of 100000: the same command resumes from here", left[0].err)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["event"] == "save"
     assert lines[-1]["step"] == lines[-2]["step"]
-    assert (tmp_path / "checkpoints" / f"step_{lines[-1]['step']:08d}" / "COMMIT").exists()
+    assert (run / "checkpoints" / f"step_{lines[-1]['step']:08d}" / "COMMIT").exists()
 
 
 @pytest.mark.full
-def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
-    arguments = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "100000", "--lr-decay", "constant"]
+def test_a_second_ctrl_c_leaves_at_once(zygote: Zygote, tmp_path: Path) -> None:
     # Steps of minutes: the second signal comes before the first has been obeyed.
-    (process,) = start_ranks([*arguments, "--global-batch-size", "65536"], 1)
-    assert process.stderr is not None
+    job = zygote.start([*LONG, "--global-batch-size", "65536", "--run-dir", str(tmp_path / "run")], 1, tmp_path)
     # The last line before the first step.
-    wait_for(process, "--save-every 0: nothing is saved before step 100000")
-    process.send_signal(signal.SIGINT)
-    first = process.stderr.readline()
-    process.send_signal(signal.SIGINT)
-    (left,) = finish([process])
+    job.wait_for(0, "--save-every 0: nothing is saved before step 100000")
+    os.kill(job.pid(0), signal.SIGINT)
+    job.wait_for(0, "SIGINT: saving after this step")
+    os.kill(job.pid(0), signal.SIGINT)
+    (left,) = job.end()
     assert left.code == 130
-    assert "interrupted: exiting immediately, nothing more was saved" in first + left.err
+    assert "interrupted: exiting immediately, nothing more was saved" in left.err
 
 
 @pytest.mark.full
-def test_sigusr1_prints_stacks_and_goes_on(tmp_path: Path) -> None:
-    arguments = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "100000", "--lr-decay", "constant"]
-    (process,) = start_ranks(arguments, 1)
-    wait_for(process, "step 1/")
-    process.send_signal(signal.SIGUSR1)
-    wait_for(process, "loop.py")
-    wait_for(process, f"memory of process {process.pid}: 0.")
-    wait_for(process, "/100000")
-    process.send_signal(signal.SIGTERM)
-    assert finish([process])[0].code == 0
+def test_sigusr1_prints_stacks_and_goes_on(zygote: Zygote, tmp_path: Path) -> None:
+    job = zygote.start([*LONG, "--run-dir", str(tmp_path / "run")], 1, tmp_path)
+    job.wait_for(0, "step 1/")
+    os.kill(job.pid(0), signal.SIGUSR1)
+    memory = f"memory of process {job.pid(0)}: 0."
+    zygote.until(lambda: "/100000" in job.text(0).partition("loop.py")[2].partition(memory)[2])
+    os.kill(job.pid(0), signal.SIGTERM)
+    assert job.end()[0].code == 0
 
 
 @pytest.mark.full
-def test_start_from_a_hugging_face_folder(tmp_path: Path) -> None:
+def test_start_from_a_hugging_face_folder(zygote: Zygote, tmp_path: Path) -> None:
     """A run exported and started anew in another layout has the evaluation loss that it had; from a store."""
     from megalite.extras.convert.hf import export_hf
 
-    arguments = [*MODEL, "--train-steps", "3", "--eval-every", "3", "--run-dir", str(tmp_path / "a")]
-    train(0, arguments, 1)
+    evaluated = ["--eval-steps", "2", "--eval-every"]
+    train(0, [*MODEL, "--train-steps", "3", *evaluated, "3", "--run-dir", str(tmp_path / "a")], 1)
     export_hf(str(tmp_path / "a"), str(tmp_path / "hf"))
-    ranks = run_ranks(
-        [
-            *("--init-from-hf", f"file://{tmp_path}/hf", "--cache-dir", str(tmp_path / "cache")),
-            *("--seq-len", "16", "--mock-data", "--device", "cpu"),
-            *("--tp", "2", "--pp", "2", "--lr", "1e-12", "--train-steps", "1", "--eval-every", "1"),
-            *("--run-dir", str(tmp_path / "b")),
-        ],
-        4,
-    )
-    assert [rank.code for rank in ranks] == [0] * 4, ranks
+    arguments = [
+        *("--init-from-hf", f"file://{tmp_path}/hf", "--cache-dir", str(tmp_path / "cache")),
+        *("--seq-len", "16", "--mock-data", "--device", "cpu"),
+        *("--tp", "2", "--pp", "2", "--lr", "1e-12", "--train-steps", "1", *evaluated, "1"),
+        *("--run-dir", str(tmp_path / "b")),
+    ]
+    assert [rank.code for rank in zygote.start(arguments, 4, tmp_path).end()] == [0] * 4
     assert evaluation(tmp_path / "b") == pytest.approx(evaluation(tmp_path / "a"), rel=1e-6)
 
 

@@ -105,7 +105,7 @@ class TestUneven(Feature):
         }
 
 
-RUN = [*runs.MODEL, "--attention-dropout", "0.1", "--eval-every", "3"]
+RUN = [*runs.MODEL, "--attention-dropout", "0.1", "--eval-every", "3", "--eval-steps", "2"]
 
 
 @pytest.mark.parametrize(

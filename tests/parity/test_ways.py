@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from megalite.core.parts.families import FAMILIES
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.families import tiny
-from tests.parity.models import shallow
 from tests.rows import always_run
 from tests.update_rules import OWN_RULES
 from tests.workers import WorkerPool
@@ -108,35 +108,16 @@ def check(
                 np.testing.assert_allclose(steps, next_two, rtol=1e-5, err_msg=what)
 
 
+# Every family with one rule, every rule with dense families and with one of experts.
+CASES = list(zip(sorted(FAMILIES, key=lambda family: tiny(family).num_experts is not None), cycle(OWN_RULES)))
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(pool: WorkerPool, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_every_family_and_every_rule(pool: WorkerPool, tmp_path: Path, case: tuple[str, str]) -> None:
+    family, rule = case
     model = tiny(family)
-    check(pool, tmp_path, (model, "adamw"), OF_EXPERTS if model.num_experts else DENSE)
-
-
-MODELS = {
-    "gpt2": shallow(tiny("gpt2")),
-    "experts": shallow(tiny("qwen2_moe")),
-    "expert biases": shallow(tiny("gpt_oss")),
-    "latents": shallow(tiny("deepseek_v2")),
-    "further tokens": jobs.llama(2, mtp_num_layers=1),
-}
-# Every rule on two kinds of models, in turn: each kind has two rules or more. AdamW trains every family.
-CASES = [
-    (rule, [*MODELS][(2 * i + j) % len(MODELS)])
-    for i, rule in enumerate(sorted({*OWN_RULES} - {"adamw"}))
-    for j in (0, 1)
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rule", CASES, ids="-".join)
-def test_every_rule_without_sequence_parallelism(pool: WorkerPool, tmp_path: Path, rule: tuple[str, str]) -> None:
-    optimizer, name = rule
-    model = MODELS[name]
-    second: Grid = ({"tp": 2, "ep" if model.num_experts else "pp": 2}, [{"zero": 0, **APART}])
-    check(pool, tmp_path, (model, optimizer), [({"tp": 2}, [{"zero": 3, **APART}]), second])
+    check(pool, tmp_path, (model, rule), OF_EXPERTS if model.num_experts else DENSE)
 
 
 @pytest.mark.parametrize("lost", ["states", "scalars"])

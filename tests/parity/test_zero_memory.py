@@ -37,10 +37,7 @@ def measured(rank: int, cfgs: Sequence[Config], pp: int = 1) -> list[Measured]:
     ctx = ParallelContext.create(Grid.of(4, pp=pp), torch.device("cpu"))
     gc.collect()
     gc.freeze()  # what torch itself consists of need not be searched each time
-    try:
-        return [measure(cfg, ctx) for cfg in cfgs]
-    finally:
-        gc.unfreeze()
+    return [measure(cfg, ctx) for cfg in cfgs]
 
 
 def measure(cfg: Config, ctx: Any) -> Measured:

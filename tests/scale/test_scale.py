@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import re
 import sys
-import time
 import tracemalloc
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ class Counts(NamedTuple):
     """What was counted in one world.
 
     Attributes:
+        calls: of functions, by the writer of rank 0 to commit.
+        collections: full ones, meanwhile.
         boxes: boxes in the manifest.
         manifest_bytes: its size on disk.
         parsed: boxes that become objects on a rank that resumes, at most of those looked at.
@@ -38,6 +41,8 @@ class Counts(NamedTuple):
         opened: shards that it opens to load, at most of those looked at.
     """
 
+    calls: int
+    collections: int
     boxes: int
     manifest_bytes: int
     parsed: int
@@ -50,10 +55,9 @@ def counted(world: int, folder: Path, patch: pytest.MonkeyPatch) -> Counts:
     saved, loaded = Grid.of(world, tp=8, pp=16), Grid.of(world, tp=4, pp=8)
     folder.mkdir()
     manifest = manifest_of(saved)
-    # Parses and checks all of it, as every commit does.
-    began = time.process_time()
-    seal(folder, *committable(manifest))
-    print(f"\n{world} ranks: {time.process_time() - began:.1f} s of processor time to commit")
+    with counting_calls() as calls:
+        # Parses and checks all of it, as every commit does.
+        seal(folder, *committable(manifest))
     boxes = sum(len(tensor.boxes) for tensors in manifest.tensors.values() for tensor in tensors.values())
     del manifest
     text, made = manifest_text(folder, 1 << 30), [0]
@@ -84,53 +88,50 @@ def counted(world: int, folder: Path, patch: pytest.MonkeyPatch) -> Counts:
                 opened |= {file for file, _ in found}
         looked.append((made[0], kept, len(opened)))
     patch.undo()
-    return Counts(boxes, len(text), *map(max, zip(*looked)))
+    return Counts(calls["call"], calls["collection"], boxes, len(text), *map(max, zip(*looked)))
+
+
+@contextmanager
+def counting_calls() -> Iterator[Counter[str]]:
+    """Count calls of functions and full garbage collections."""
+    counts = Counter[str]()
+
+    def on_call(frame: Any, event: str, arg: Any) -> None:
+        counts[event] += 1
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        counts["collection"] += phase == "start" and info["generation"] == 2
+
+    gc.collect()
+    before = sys.getprofile()
+    gc.callbacks.append(on_collection)
+    sys.setprofile(on_call)
+    try:
+        yield counts
+    finally:
+        sys.setprofile(before)
+        gc.callbacks.remove(on_collection)
 
 
 @pytest.mark.full
 def test_a_checkpoint_of_405b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of more ranks parses, keeps and opens no more; only what is written grows with the ranks, not faster."""
-    small, large = (counted(world, tmp_path / str(world), monkeypatch) for world in (SMALL, LARGE))
-    print(f"\n{SMALL}: {small}\n{LARGE}: {large}")
-    factor = LARGE / SMALL
+    """A rank of more ranks parses, keeps and opens no more; only what is written grows with the ranks, not faster.
+
+    The writer of rank 0 calls few functions per box, and never looks for cycles among them all. Before: 87 calls,
+    messages of errors included that nobody sees, and a full collection per 20,000 boxes.
+    """
+    small, large = (counted(world, tmp_path / str(world), monkeypatch) for world in (SMALL, MIDDLE))
+    print(f"\n{SMALL}: {small}\n{MIDDLE}: {large}")
+    factor = MIDDLE / SMALL
     assert small.boxes < large.boxes <= factor * small.boxes
     assert large.manifest_bytes <= factor * small.manifest_bytes
     # Its share of the checks and its own boxes; before, all boxes, four times.
     assert large.parsed <= 1.5 * small.parsed
     assert large.kept <= 1.2 * small.kept
     assert max(small.opened, large.opened) <= 16
-
-
-@pytest.mark.full
-def test_what_a_commit_costs_each_box(tmp_path: Path) -> None:
-    """The writer of rank 0 calls few functions per box, whatever the world, and never looks for cycles among them all.
-
-    Before: 87 and 58 calls, messages of errors included that nobody sees, and a full collection per 20,000 boxes.
-    """
-    for world in (SMALL, MIDDLE):
-        manifest, calls, full = manifest_of(Grid.of(world, tp=8, pp=16)), [0], [0]
-        boxes = sum(len(tensor.boxes) for tensors in manifest.tensors.values() for tensor in tensors.values())
-        folder = tmp_path / str(world)
-        folder.mkdir()
-
-        def on_call(frame: Any, event: str, arg: Any, calls: list[int] = calls) -> None:
-            calls[0] += event == "call"
-
-        def on_collection(phase: str, info: dict[str, int], full: list[int] = full) -> None:
-            full[0] += phase == "start" and info["generation"] == 2
-
-        gc.collect()
-        before = sys.getprofile()
-        gc.callbacks.append(on_collection)
-        sys.setprofile(on_call)
-        try:
-            seal(folder, *committable(manifest))
-        finally:
-            sys.setprofile(before)
-            gc.callbacks.remove(on_collection)
-        print(f"\n{world}: {boxes} boxes, {calls[0] / boxes:.1f} calls each, {full[0]} full collections")
-        assert calls[0] <= 30 * boxes
-        assert full[0] <= 1
+    for counts in (small, large):
+        assert counts.calls <= 30 * counts.boxes
+        assert counts.collections <= 1
 
 
 class Seconds(list[float]):

@@ -43,7 +43,7 @@ class Soak:
 
     def __init__(self, hosts: Hosts, place: Path, draw: random.Random, steps: int, layouts: list[str]) -> None:
         self.hosts, self.place, self.draw, self.steps, self.layouts = hosts, place, draw, steps, layouts
-        self.zygote, self.whole = Zygote(), dict[str, Path]()
+        self.zygote, self.whole = hosts.zygote, dict[str, Path]()
         self.total, self.seconds = Counter[str](), defaultdict[str, list[float]](list)
 
     def flags(self, layout: str) -> list[str]:
@@ -65,7 +65,7 @@ class Soak:
         flags = [*self.flags(layout), "--elastic", "--grow-after", "0", "--max-recoveries", "100000"]
         jobs = self.hosts.begin(folder, flags, 0, count=HOSTS, launched=True)
         print(f"run {self.total['runs']}: {layout}", flush=True)
-        jobs[0].wait_for(0, "step 2/", 180)
+        jobs[0].wait_for(0, "step 2/")
         try:
             self.hit_to_the_end(folder / "run", jobs, LAYOUTS[layout])
             (first,) = jobs[0].end(120)
@@ -169,7 +169,7 @@ def main() -> None:
     print(f"seed {args.seed}", flush=True)
     until = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as place, networks(HOSTS) as (address, names):
-        hosts = Hosts(address, names)
+        hosts = Hosts(Zygote(), address, names)
         layouts = [args.layout] if args.layout else list(LAYOUTS)
         soak = Soak(hosts, Path(place), random.Random(args.seed), args.steps, layouts)
         try:
@@ -177,8 +177,7 @@ def main() -> None:
                 soak.one_run()
                 soak.report()
         finally:
-            hosts.close()
-            soak.zygote.close()
+            hosts.zygote.close()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from megalite.runtime.checkpoint.reader import ShardReader
 from tests.faults.zygote import Zygote
 from tests.rows import always_run
 from tests.soak import mutate
-from tests.soak.attempt import Attempt
+from tests.soak.attempt import END_S, Attempt
 from tests.soak.disk import build_library
 from tests.soak.faults import Fault, lose_unsynced
 from tests.soak.fuzz import Failed, Fuzzer
@@ -30,13 +29,6 @@ from tests.soak.readers import READERS, Reader
 from tests.soak.runs import MODEL, Soak
 
 SEED, CASES = "ci", 100
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +69,7 @@ def test_connections_cut_between_living_ranks_are_not_blamed_on_a_rank(tmp_path:
     attempt = Attempt(tmp_path, 2, 0)
 
     def cut() -> bool:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + END_S
         while "step 3/" not in attempt.text():
             assert time.monotonic() < deadline, attempt.text()
             assert not attempt.ended(), attempt.text()
@@ -178,7 +170,7 @@ def test_a_save_that_does_not_flush_is_found(zygote: Zygote, library: Path, tmp_
         env = {"LD_PRELOAD": str(library), "SOAK_DISK_PATH": str(place), "SOAK_DISK_JOURNAL": str(place / "journal")}
         attempt = Attempt(place, 1, 0)
         attempt.fork(zygote, words, {**env, **({"PYTHONPATH": path} if path else {})})
-        attempt.wait(300)
+        attempt.wait(END_S)
         assert attempt.codes() == [0]
         lose_unsynced(place / "run" / "checkpoints", place / "journal")
         if whole:
@@ -223,4 +215,4 @@ def test_a_second_job_that_gets_in_is_found(zygote: Zygote, tmp_path: Path) -> N
             fault._start_second(attempt, zygote, [*words, "--train-steps", "2"])
     finally:
         attempt.send(attempt.ranks, signal.SIGKILL)
-        attempt.wait(60)
+        attempt.wait(END_S)

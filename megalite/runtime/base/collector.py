@@ -26,18 +26,20 @@ class PeriodicCollector:
     """Runs Python's garbage collector every `_COLLECTION_STEPS` steps and at saves only, after the first step.
 
     A step leaves no reference cycles, so an automatic collection only walks through objects that stay alive: pauses of
-    up to a second, on one rank after another.
+    up to a second, on one rank after another. What somebody has frozen before stays so.
     """
 
     def __init__(self) -> None:
-        self._stopped = False
+        self._stopped = self._froze = False
 
     def end_of_step(self, step: int, saves: bool) -> None:
         """Collect after this step if one is due; replace automatic collection after the first step."""
         if not self._stopped and gc.isenabled():
             self._stopped = True
             gc.collect()
-            gc.freeze()
+            if not gc.get_freeze_count():
+                self._froze = True
+                gc.freeze()
             gc.disable()
         elif self._stopped and (saves or step % _COLLECTION_STEPS == 0):
             gc.collect()
@@ -46,5 +48,6 @@ class PeriodicCollector:
         """Return to automatic collection. May be called more than once."""
         if self._stopped:
             self._stopped = False
-            gc.unfreeze()
+            if self._froze:
+                gc.unfreeze()
             gc.enable()

@@ -96,6 +96,7 @@ def test_a_skipped_step_names_what_was_not_finite_first(tmp_path: Path, monkeypa
 def test_garbage_is_collected_at_set_steps_only() -> None:
     seen: list[str] = []
     collection = PeriodicCollector()
+    gc.unfreeze()
     gc.callbacks.append(lambda phase, info: seen.append(phase))
     try:
         collected = []
@@ -116,6 +117,15 @@ def test_garbage_is_collected_at_set_steps_only() -> None:
         collection.close()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+def test_what_was_frozen_before_a_run_stays_frozen() -> None:
+    gc.freeze()
+    collection = PeriodicCollector()
+    collection.end_of_step(1, saves=True)
+    collection.close()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
 
 
 def test_a_collector_that_is_off_is_left_alone() -> None:
