@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from megalite.core.mesh.grid import Grid
+from megalite.core.options.compression import CODECS
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.run import Config
+from tests.codecs import specs_of
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
-pytestmark = pytest.mark.full  # 13 engines of some size
+pytestmark = pytest.mark.full  # two dozen engines of some size
 
 MODEL = jobs.llama(hidden_size=256, num_heads=8, num_kv_heads=4, ffn_hidden_size=768, vocab_size=512, seq_len=8)
 PARAMETERS = 3_410_176
@@ -117,7 +119,7 @@ CONFIGS = {
     "0": config(0),
     "0-powersgd": config(0, compress="powersgd:64"),
     "1": config(1),
-    "1-int8": config(1, compress="int8"),
+    **{f"1-{name}": config(1, compress=specs_of(name)[0]) for name in CODECS},
     "2": config(2, bucket_size=40_000_000),  # the default; units share no bucket all the same
     "2-step": config(2, zero_reduce="step"),
     "3": config(3),

@@ -28,9 +28,9 @@ class StochasticInt8(Int8):
         return pack(*quantize(rows, noise(rows.view(-1), rank).view_as(rows))), None
 
     def memory(self, grads: Gradients) -> tuple[int, int]:
-        # Besides what int8 takes, a bucket's random numbers and what they are made of.
+        # Besides what int8 takes, a bucket's random numbers and their padded copy; what they are made of is gone then.
         kept, within = super().memory(grads)
-        return kept, within + 12 * grads.largest
+        return kept, within + 8 * grads.largest
 
 
 def noise(x: Tensor, rank: int) -> Tensor:
