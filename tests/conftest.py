@@ -38,12 +38,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked full, unless it is asked for or named."""
-    if config.getoption("--full") or config.getoption("-m") or any("::" in a for a in config.args):
-        return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    """Leave out what is marked full, unless it is asked for or named; mix files that wait with those that compute."""
+    if not (config.getoption("--full") or config.getoption("-m") or any("::" in a for a in config.args)):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    items[:] = _mixed(items)
+
+
+def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Put other files behind each one of faults/: all at a time they leave processors idle, and last they end late."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting = [tests for path, tests in files.items() if "faults" in path.parts]
+    others = [tests for path, tests in files.items() if "faults" not in path.parts]
+    share = len(others) // (2 * len(waiting)) if waiting else 0
+    order = [file for i, tests in enumerate(waiting) for file in (tests, *others[i * share : (i + 1) * share])]
+    return [test for file in [*order, *others[len(waiting) * share :]] for test in file]
 
 
 def pytest_collection_finish() -> None:
