@@ -115,12 +115,20 @@ def process_of(run_dir: Path, rank: int) -> int:
     return int((run_dir / "logs" / f"rank_{rank}.pid").read_text().split()[0])
 
 
-def guard_waits(pids: Iterable[int]) -> bool:
-    """Whether the guard among these processes is with the others: it has a thread for what it keeps."""
+def guards_among(pids: Iterable[int]) -> list[int]:
+    """Which of these processes are guards; watchdogs are started alike."""
+    found = []
     for pid in pids:
         with contextlib.suppress(OSError):
-            if b"-I\0-S\0-c\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return len(os.listdir(f"/proc/{pid}/task")) > 1
+            if b"from megalite.runtime.recover import main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def guard_waits(pids: Iterable[int]) -> bool:
+    """Whether the guard among these processes is with the others: it has a thread for what it keeps."""
+    with contextlib.suppress(OSError):
+        return any(len(os.listdir(f"/proc/{guard}/task")) > 1 for guard in guards_among(pids))
     return False
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from megalite.extras.launch import agent
 from megalite.runtime.base.child import stat_of
-from tests.faults.harness import RUN, STEPS, events, guard_waits, outcome, wait_for
+from tests.faults.harness import RUN, STEPS, events, guard_waits, guards_among, outcome, wait_for
 from tests.faults.ssh_hosts import NODES, Hosts, Launch, sh
 from tests.faults.ssh_hosts import hosts as hosts
 from tests.faults.ssh_hosts import nothing_left as nothing_left
@@ -54,7 +54,7 @@ def agent_of(hosts: Hosts, node: str) -> int:
 
 
 def guards_of(hosts: Hosts, node: str) -> list[int]:
-    return [pid for pid in hosts.processes(node) if "-I -S -c" in command_of(pid) and "recover" in command_of(pid)]
+    return guards_among(hosts.processes(node))
 
 
 def power_off(hosts: Hosts, node: str) -> None:

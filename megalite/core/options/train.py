@@ -61,7 +61,7 @@ class TrainConfig:
     stage: Literal["lm", "dpo"] = "lm"
     """What to learn: each next token (lm), or which of two answers is preferred (dpo; docs/alignment.md)."""
     dpo_loss: Annotated[str, Choices(PREFERENCES)] = "sigmoid"
-    """With --stage dpo: the loss of a pair; sigmoid is DPO's own, and simpo has no reference (docs/alignment.md)."""
+    """With --stage dpo: the loss of a pair; sigmoid is DPO's own. docs/alignment.md has the others."""
     dpo_beta: float = 0.1
     """With --stage dpo: how closely the model stays with the reference; higher is closer. SimPO takes 2 to 10."""
     dpo_smoothing: float = 0.0
