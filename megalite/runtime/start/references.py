@@ -191,7 +191,7 @@ def _writing(path: Path) -> Iterator[None]:
         UserError: they cannot be written.
     """
     try:
-        with locked(path.with_name(f".lock_{path.name}")):
+        with locked(path.with_name(f".lock_{path.stem}")):
             yield
     except OSError as e:
         rule = f"holds the reference's log-probabilities beside the data, and cannot be written ({e.strerror})"
