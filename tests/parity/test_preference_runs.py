@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from megalite.extras.convert.hf import export_hf
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.extras.view.metrics import read_metrics
 from megalite.runtime.data import IndexedDataset, LossMask
+from megalite.runtime.start import references
+from megalite.runtime.watch.heartbeat import Heartbeat
 from tests.parity.runs import train
 from tests.workers import WorkerPool
 
@@ -63,11 +67,46 @@ def test_references_of_a_layout_are_those_of_any(pool: WorkerPool, pairs: str, t
     for run in ("four", "one"):
         (step,) = steps_of(tmp_path / run)
         assert abs(step["loss"] - math.log(2)) <= 1e-6
-    # Other weights have others.
-    train(0, arguments(pairs, tmp_path / "other", 1, "--seed", "5"), 1)
-    assert len(list(tmp_path.glob("pairs.ref-*.bin"))) == 2
-    (step,) = steps_of(tmp_path / "other")
-    assert abs(step["loss"] - math.log(2)) <= 1e-6
+    # Other weights have others, and so has another model of the same weights.
+    for number, other in enumerate((["--seed", "5"], ["--rope-theta", "50"]), 2):
+        train(0, arguments(pairs, tmp_path / f"other{number}", 1, *other), 1)
+        assert len(list(tmp_path.glob("pairs.ref-*.bin"))) == number
+        (step,) = steps_of(tmp_path / f"other{number}")
+        assert abs(step["loss"] - math.log(2)) <= 1e-6
+
+
+def test_runs_that_score_at_once_take_what_the_first_has_stored(
+    pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score, beats = references._score, list[str]()
+    monkeypatch.setattr(Heartbeat, "begin", lambda self, op: beats.append(op.kind))
+
+    def behind_another(engine: Any, dataset: Any) -> Any:
+        monkeypatch.setattr(references, "_score", score)
+        train(0, arguments(pairs, tmp_path / "first", 1), 1)
+        beats.clear()
+        monkeypatch.setattr(references, "_TOKENS", 1)
+        found = score(engine, dataset)
+        assert len(beats) >= len(dataset), "the watchdog sees that it goes on"
+        assert found == pytest.approx(np.fromfile(scores_of(pairs)), rel=1e-6)
+        return found * (1 + 1e-9)  # as in another layout
+
+    monkeypatch.setattr(references, "_score", behind_another)
+    train(0, arguments(pairs, tmp_path / "second", 1), 1)
+    for run in ("first", "second"):
+        train(0, arguments(pairs, tmp_path / run, 2), 1)
+    assert [step["loss"] for step in steps_of(tmp_path / "first")] == [s["loss"] for s in steps_of(tmp_path / "second")]
+
+
+def test_what_cannot_be_stored_is_not_computed(pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(references, "_score", None)
+
+    def read_only(path: Path) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))  # root may write where nobody else may
+
+    monkeypatch.setattr(references, "locked", read_only)
+    with pytest.raises(UserError, match=r"cannot be written \(Read-only file system\); copy the data"):
+        train(0, arguments(pairs, tmp_path / "run", 1), 1)
 
 
 def test_a_resumed_run_keeps_its_reference(pairs: str, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Pairs of answers to one prompt as training data: each record becomes two conversations, the preferred one first.
 
 A record is `{"prompt", "chosen", "rejected"}`, texts or lists of messages, or `{"chosen", "rejected"}`, two
-conversations whose prompt is the turns that they have in common. Only what follows the prompt is learned.
+conversations whose prompt is the turns that they have in common; so it is where there is a prompt besides. Only what
+follows the prompt is learned.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from megalite.extras.prepare.chat import ChatEncoder, EncodedRecord
-from megalite.extras.prepare.messages import BadConversation
+from megalite.extras.prepare.messages import BadConversation, messages_of
+
+_SAME = "chosen and rejected are the same, so nothing to prefer"
 
 
 class PairEncoder(ChatEncoder):
@@ -27,7 +30,7 @@ class PairEncoder(ChatEncoder):
         rest = {name: value for name, value in record.items() if name in ("system", "tools", "functions")}
         pair = [self.encode(json.dumps({**rest, "messages": [*prompt, *answer]}).encode()) for answer in answers]
         if np.array_equal(pair[0].ids, pair[1].ids):
-            raise BadConversation("chosen and rejected are the same, so nothing to prefer")
+            raise BadConversation(_SAME)
         return pair
 
 
@@ -36,20 +39,26 @@ def _parts_of(record: Any) -> tuple[list[Any], list[list[Any]]]:
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
         raise BadConversation("the record has no chosen and rejected")
     answers = [_messages(record[name], name, "assistant") for name in ("chosen", "rejected")]
+    if answers[0] == answers[1]:
+        raise BadConversation(_SAME)
+    same = [a == b for a, b in zip(*answers)]
+    common = same.index(False) if False in same else len(same)
+    prompt, answers = answers[0][:common], [answer[common:] for answer in answers]
     if record.get("prompt") is not None:
-        prompt = _messages(record["prompt"], "prompt", "user")
-        if all(answer[: len(prompt)] == prompt for answer in answers):
-            # Data sets with both a prompt and whole conversations.
-            answers = [answer[len(prompt) :] for answer in answers]
-    else:
-        same = [a == b for a, b in zip(*answers)]
-        common = same.index(False) if False in same else len(same)
-        prompt, answers = answers[0][:common], [answer[common:] for answer in answers]
-        if not prompt:
-            raise BadConversation("chosen and rejected have no turn in common, and there is no prompt")
+        given = _messages(record["prompt"], "prompt", "user")
+        # Data sets with both a prompt and whole conversations name the first turns, or the last one before the answer.
+        if given not in (prompt[: len(given)], prompt[-len(given) :]):
+            if prompt and _roles(given)[-1] == "user" and _roles(prompt)[0] != "assistant":
+                raise BadConversation("prompt is neither first nor last of the turns that chosen and rejected share")
+            prompt = given + prompt
+    if not prompt:
+        raise BadConversation("chosen and rejected have no turn in common, and there is no prompt")
     if not all(answers):
         raise BadConversation("chosen or rejected has no turn after the prompt")
-    return [_unlearned(message) for message in prompt], answers
+    roles = [_roles([*prompt, *answer]) for answer in answers]
+    if any(found[len(prompt)] != "assistant" for found in roles):
+        raise BadConversation("chosen or rejected goes on, after what they share, with a turn that is no answer")
+    return [_unlearned(*turn) for turn in zip(prompt, roles[0])], answers
 
 
 def _messages(value: Any, name: str, role: str) -> list[Any]:
@@ -60,6 +69,10 @@ def _messages(value: Any, name: str, role: str) -> list[Any]:
     return value
 
 
-def _unlearned(message: Any) -> Any:
-    is_answer = isinstance(message, dict) and message.get("role", message.get("from")) in ("assistant", "gpt")
-    return {**message, "weight": 0} if is_answer else message
+def _roles(turns: list[Any]) -> list[str]:
+    return [message["role"] for message in messages_of({"messages": turns})]
+
+
+def _unlearned(turn: Any, role: str) -> Any:
+    # A table may hold a turn as text.
+    return {**(json.loads(turn) if isinstance(turn, str) else turn), "weight": 0} if role == "assistant" else turn

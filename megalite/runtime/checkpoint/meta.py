@@ -7,6 +7,7 @@ needs. Does not import torch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ _MAX_INT = 1 << 64
 _MAX_TEXT = 4096
 _MAX_ITEMS = 100_000
 _MAX_DEPTH = 5
+_REFERENCE = re.compile("[0-9a-f]{16} [0-9a-f]{64}")
 
 
 class BadMeta(Exception):
@@ -135,6 +137,13 @@ def _are_windows(value: Any) -> bool:
     )
 
 
+def _are_references(value: Any) -> bool:
+    """Whether a value names scores of a reference by the data that they are of: a key, and a SHA-256."""
+    return isinstance(value, dict) and all(
+        isinstance(found, str) and _REFERENCE.fullmatch(found) for found in value.values()
+    )
+
+
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("step", "consumed_samples", "skipped_steps"), (_is_count, f"an integer from 0 to {MAX_COUNT}")),
     **dict.fromkeys(("data_hash", "valid_data_hash", "tokenizer_sha256"), (_is_text, "text or null")),
@@ -148,4 +157,5 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "scalars": (_are_scalars, "numbers of the optimizer and the loss scale"),
     "config": (_are_sections, "sections of options"),
     "hf": (_is_hf, "a type and ids of special tokens"),
+    "references": (_are_references, "a key and a SHA-256 for each part of the data"),
 }

@@ -134,6 +134,8 @@ def open_data(
     model = cfg.model
     seed = cfg.train.seed
     if train_data is not None:
+        rule = "learns from pairs of answers, which samples of your own do not mark"
+        require(cfg.train.stage != "dpo", "stage dpo with train_data", rule, "give data of megalite preprocess --pairs")
         datasets = _own_datasets(cfg, train_data, valid_data)
     elif d.mock_data:
         given, rule = "--mock-data with --stage dpo", "synthetic sequences are no pairs of answers"

@@ -90,6 +90,7 @@ def open_run(
         datasets = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data)
         heartbeat.beat("set-up: model", patience=OWN)
         engine = agree(ctx, lambda: restore.build(cfg, ctx, companion))
+        engine.executor.observers = (heartbeat,)
         check_buckets(engine.optimizer.buckets, ctx)
         run_dir = cfg.run.folder
         agree(ctx, lambda: make_run_dir(run_dir))
@@ -265,7 +266,6 @@ def make_run(
     recorder = Recorder(run_dir / "schedule", ctx, engine.executor, engine.schedule_of(count), steps)
     threshold = cfg.run.spike_threshold if cfg.run.on_spike != "ignore" else math.inf
     spikes = SpikeDetector(threshold, state.get("loss_history", ()))
-    engine.executor.observers = (heartbeat,)
     return Run(
         engine=engine,
         datasets=datasets,

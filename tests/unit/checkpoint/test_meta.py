@@ -53,6 +53,7 @@ ODD: list[tuple[str, Any]] = [
     ("meta/data_hash", {}),
     *odd("meta/chat_template", 5, "é" * (2**17 + 1)),
     *odd("meta/hf", [], {"dtype": 4}, {"eos_token_id": "x"}, {"eos_token_id": -1}),
+    *odd("meta/references", [], {"a": 5}, {"a": "../b c"}, {"a": "0" * 16}),
     ("meta/new", [[[[[[[[0]]]]]]]]),
     *odd("run_id", "", "a\x1b[2Jb", "a b", 5, "x" * 5000),
     *odd("topology", {"a\x9b": 1}, {"tp": 1.0}, []),

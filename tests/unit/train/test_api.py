@@ -98,6 +98,7 @@ BAD_SAMPLES = [
     (lambda i: weighted(2e10), {}, "weight 2e\\+10 in sample 0 of Bad"),
     (lambda i: [31] * 9, {}, "token id 31 .*below --vocab-size 31"),
     (lambda i: [1] * 9, {"mock_data": True}, "--mock-data with train_data"),
+    (lambda i: [1] * 9, {"stage": "dpo"}, "stage dpo with train_data: learns from pairs of answers"),
     (lambda i: [1] * 9, {"vocab_size": None}, "no vocab_size"),
     (lambda i: [1] * 9, {"eval_every": 1}, "--eval-every 1 with no valid_data"),
 ]

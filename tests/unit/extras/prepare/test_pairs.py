@@ -20,6 +20,7 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 ASKED = [turn("user", "hi"), turn("assistant", "Hello."), turn("user", "again")]
+SYSTEM = turn("system", "Be kind.")
 YES, NO = turn("assistant", "yes"), turn("assistant", "no")
 
 
@@ -46,13 +47,16 @@ def prepared(tmp_path: Path, *records: Any, **options: Any) -> list[tuple[str, s
         {"prompt": ASKED, "chosen": "yes", "rejected": "no"},
         {"prompt": ASKED, "chosen": [*ASKED, YES], "rejected": [*ASKED, NO]},
         {"prompt": None, "chosen": [*ASKED, YES], "rejected": [*ASKED, NO]},
+        {"prompt": "hi", "chosen": [*ASKED, YES], "rejected": [*ASKED, NO]},
+        {"prompt": "again", "chosen": [*ASKED, YES], "rejected": [*ASKED, NO]},
+        {name: [json.dumps(turn) for turn in (*ASKED, answer)] for name, answer in (("chosen", YES), ("rejected", NO))},
     ],
-    ids=["prompt", "in common", "texts", "both", "null"],
+    ids=["prompt", "in common", "texts", "both", "null", "first turn", "last turn", "turns as text"],
 )
 def test_forms_of_records(tmp_path: Path, record: Any) -> None:
     (chosen, of_chosen), (rejected, of_rejected) = prepared(tmp_path, record)
     assert chosen.replace("yes", "no") == rejected
-    assert "Hello." in chosen
+    assert [chosen.count(content) for content in ("hi", "Hello.", "again")] == [1, 1, 1]
     # Nothing of the prompt is learned, the assistant's turns in it included.
     assert (of_chosen.split("<")[0], of_rejected.split("<")[0]) == ("yes", "no")
 
@@ -71,9 +75,11 @@ def test_a_prompt_of_text(tmp_path: Path) -> None:
         ({"chosen": [YES], "rejected": [NO]}, "no turn in common"),
         ({"chosen": ASKED, "rejected": [*ASKED, NO]}, "no turn after the prompt"),
         ({"prompt": "hi", "chosen": 5, "rejected": "no"}, "must be a text"),
-        ({"prompt": "hi", "chosen": [turn("user", "yes")], "rejected": "no"}, "no assistant turn|nothing"),
+        ({"prompt": "hi", "chosen": [turn("user", "yes")], "rejected": "no"}, "a turn that is no answer"),
+        ({"chosen": [SYSTEM, *ASKED, YES], "rejected": [SYSTEM, ASKED[2], NO]}, "a turn that is no answer"),
+        ({"prompt": "hi ", "chosen": [*ASKED, YES], "rejected": [*ASKED, NO]}, "neither first nor last"),
     ],
-    ids=["same", "one", "no prompt", "no answer", "number", "user"],
+    ids=["same", "one", "no prompt", "no answer", "number", "user", "two prompts", "another prompt"],
 )
 def test_bad_records(tmp_path: Path, record: Any, rule: str) -> None:
     with pytest.raises(UserError, match=rule):
