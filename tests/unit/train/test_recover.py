@@ -120,6 +120,8 @@ def test_a_guard_that_leaves(monkeypatch: pytest.MonkeyPatch, make: Callable[...
     monkeypatch.setattr(guard, "_tell", told.append)
     monkeypatch.setattr(guard_module, "kill", lambda pid, number: killed.append(number))
     guard._meeting, guard._round = Meet(1, "localhost", 1, "", True, leaves=True), 1
+    assert guard._trainer is not None
+    guard._trainer.ready = True
     for _ in range(2):
         guard._relay(signal.SIGTERM, None)
     guard._loop.turn()
