@@ -40,7 +40,12 @@ _RANK_LINE = re.compile(r"\[\[rank (\d+)\]\] ?(?:\[rank \1\] |\[rank\1\]: )?(.*)
 
 @dataclass
 class Remote:
-    """One host's ssh process and its state; `again_at`: when it is started again, on the launcher's clock."""
+    """One host's ssh process and its state.
+
+    Attributes:
+        again: whether the host was lost before, and started again while the run went on.
+        again_at: when it is to be, on the launcher's clock.
+    """
 
     name: str
     command: Sequence[str]
@@ -49,6 +54,7 @@ class Remote:
     buffers: dict[str, bytes] = field(default_factory=lambda: {"out": b"", "err": b""})
     torchrun_report: list[str] = field(default_factory=list)
     code: int | None = None
+    again: bool = False
     again_at: float = float("inf")
 
 
@@ -159,11 +165,14 @@ class Runner:
         """Ask every agent to stop; 15 s later their connections are closed."""
         self._close_at = float("inf")
         self._kill_at = min(self._kill_at, time.monotonic() + CLOSE_TO_KILL_S)
-        self.send("STOP\n")
+        for remote in self._remotes:
+            self._close_input(remote)
+
+    def _close_input(self, remote: Remote) -> None:
+        self.send("STOP\n", remote)
         with self._input_lock:
-            for remote in self._remotes:
-                if remote.process.stdin is not None:
-                    remote.process.stdin.close()
+            if remote.process.stdin is not None:
+                remote.process.stdin.close()
 
     def _heartbeat(self, done: threading.Event) -> None:
         while not done.wait(HEARTBEAT_S):
@@ -239,6 +248,9 @@ class Runner:
             if time.monotonic() > remote.again_at and self._goes_on():
                 self._unseen.discard(remote.name)
                 self._remotes[at] = self._start(remote.name, remote.command)
+                self._remotes[at].again = True
+            if remote.again and remote.code is None and self._remotes[0].code == 0:
+                self._close_input(remote)  # it may still be looking for a run that is done
         if time.monotonic() > self._close_at:
             self.close_inputs()
         if time.monotonic() > self._kill_at:
@@ -262,7 +274,9 @@ class Runner:
         failed = parse_report(remote.name, "\n".join(remote.torchrun_report), time.monotonic())
         ended = ": connection lost" if lost else f" ended with exit code {remote.code}"
         left = self._returns and self._goes_on() and {rank.code for rank in failed} == {unfinished_code()}
-        if self._replaces and self._kill_at == float("inf") and (left or _is_lost(remote.code, failed)):
+        if remote.again and not self._goes_on():
+            return  # it may never have been part of the run, of which the first host's code tells
+        if self._replaces and self._kill_at == float("inf") and (remote.again or left or _is_lost(remote.code, failed)):
             if remote is not self._remotes[0]:
                 then = "the run goes on if ranks are left in reserve"
                 if self._returns:

@@ -130,7 +130,10 @@ class Copies:
             try:
                 with borrow(go, self._guard.turn.token, number) as copies:
                     self.restored, self.brought = load_borrowed(copies, self._states, ctx.rank)
-            except (OSError, BadFile) as e:
+            except BadFile as e:
+                problem = str(e)
+            except OSError as e:
+                self._guard.may_be_killed()  # where a host is lost, others may have the same
                 problem = str(e)
             found = list(filter(None, gather_texts(problem, ctx.world, ctx.device)))
             if not found:

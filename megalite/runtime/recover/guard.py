@@ -24,6 +24,7 @@ from megalite.runtime.recover import messages
 from megalite.runtime.recover.connections import EventLoop, Link, network
 from megalite.runtime.recover.held import Held
 from megalite.runtime.recover.hub import UNFINISHED, Hub
+from megalite.runtime.recover.offsite import first_number
 from megalite.runtime.recover.processes import (
     Member,
     adopt_orphans,
@@ -66,8 +67,8 @@ class Guard:
         self._round = 0
         self._broken = False
         self._ending = False
-        # Whether this host was told to stop, and the trainer is to pause; the round in which it has paused, and that in
-        # which it has made a copy; the last copy that is whole elsewhere.
+        # Whether this host was told to stop, and the trainer is to pause; the round in which it has paused, and that of
+        # which a copy is whole elsewhere; the last such copy.
         self._leaves = self._pauses = False
         self._paused = self._begun = self._kept_number = -1
         self._code: int | None = None
@@ -92,9 +93,10 @@ class Guard:
 
     def _relay(self, number: int, _frame: FrameType | None) -> None:
         """Take a signal: a run that goes on without this host ends its ranks in order, else they stop the run."""
-        if number == signal.SIGTERM and self._meeting.leaves and not self._leaves:
-            self._leaves = True
-            self._loop.post(lambda: self._tell(messages.Leaves()))
+        if number == signal.SIGTERM and self._meeting.leaves:
+            if not self._leaves:
+                self._loop.post(lambda: self._tell(messages.Leaves()))
+            self._leaves = True  # who is told by a launcher and by the system is not asking for more
         else:
             self._pass_on(number)
 
@@ -157,9 +159,6 @@ class Guard:
         """Another copy is whole."""
         if self._spare is None and self._failures < _MAX_FAILURES:
             self._start()  # not earlier: its imports would compete with a first step
-        if self._begun < self._round:
-            self._begun = self._round
-            self._tell(messages.Began(self._round))
 
     def _hand_over(self) -> bool:
         """Let the process that waits be the rank, if a round has begun without one."""
@@ -248,6 +247,9 @@ class Guard:
         self._kept_number = number
         if self._trainer:
             self._trainer.packets.send(messages.Kept(number))
+        if self._begun < self._round and number >= first_number(self._round):
+            self._begun = self._round
+            self._tell(messages.Began(self._round))
         self._tell_if_paused()
 
     def _tell_if_paused(self) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megalite.core.base.log import env_int, unfinished_code
 from megalite.runtime.recover import messages
 from megalite.runtime.recover.connections import EventLoop, Link, is_token
-from megalite.runtime.recover.peers import JOINS, LEAVES, LOST, Peer, buddies, describe, find_copies, find_lenders
+from megalite.runtime.recover.peers import Peer, buddies, by_host, describe_change, find_copies, find_lenders
 from megalite.runtime.recover.processes import say
 
 # A rank that dies this often at one step has a cause that no repetition cures.
@@ -41,7 +41,8 @@ class _Failure(NamedTuple):
     """First failure of a round that is broken.
 
     Attributes:
-        rank: of the guard that has told of it; -1 where all trainers have paused, for ranks that come or go.
+        rank: of the guard that has told of it; -1 where all trainers have paused, for ranks that come or go, or where
+            it has none.
         dead: all ranks that have died in the round.
         died: when it was told of, or the first trainer had paused, as `time.monotonic`.
     """
@@ -102,6 +103,8 @@ class Hub:
         # lost their guards since.
         self._silent, self._lost = set[int](), set[int]()
         self._gone, self._left = dict[int, Peer](), dict[int, Peer]()
+        # Of whom ranks load what the round goes on from, where that is of another layout.
+        self._lenders = list[Peer]()
         self._deaths: Counter[tuple[int, int]] = Counter()
         loop.watch(self._server.fileno(), self._accept)
 
@@ -191,6 +194,8 @@ class Hub:
             self._reserves.remove(peer)
             if not peer.leaves:
                 say(0, f"a rank in reserve is gone with its host or its guard, {len(self._waiting())} left")
+            if peer in self._lenders and not self._began:
+                self._break(-1, "a rank in reserve of which others load is gone", died=False)
             self._go_if_all_are_dead()
             return
         cause = f"the guard of rank {peer.rank} is gone, and with it what it kept"
@@ -244,12 +249,17 @@ class Hub:
         peer.leaves = True
         if peer.rank < 0:
             self._let_go()
-        elif peer.network == self._guards[0].network or not self._fitting():
-            peer.leaves = False
-            peer.link.send(messages.Stop())
+        elif 0 not in self._guards or peer.network == self._guards[0].network or not self._fitting():
+            self._stop_with(peer)
         else:
             # The whole run may have been told to, and the other hosts, with the hub, hear of it a little later.
             self._loop.after(_TOLD_TOGETHER_S, self._pause_for_leavers)
+
+    @staticmethod
+    def _stop_with(peer: Peer) -> None:
+        """Have the whole run stop, as this host was told to."""
+        peer.leaves = False
+        peer.link.send(messages.Stop())
 
     def _pause_for_leavers(self) -> None:
         if any(peer.leaves for peer in self._guards.values()):
@@ -280,10 +290,17 @@ class Hub:
         dead = {rank} if died else set()
         if self._broken is not None:
             self._broken.dead.update(dead)
+            if died and not self._broken.cause:
+                self._broken = self._broken._replace(cause=cause)
             return
-        self._broken = _Failure(rank, dead, cause, time.monotonic() if rank >= 0 else self._paused_at)
+        since = self._paused_at if rank < 0 and self._paused else time.monotonic()
+        self._broken = _Failure(rank, dead, cause, since)
         self._silent, self._lost, self._gone = set(range(self._world)), set(), {}
-        self._left = {peer.rank: peer for peer in self._guards.values() if peer.leaves}
+        leavers = [peer for peer in self._guards.values() if peer.leaves]
+        if not self._fitting():
+            for peer in leavers:
+                self._stop_with(peer)
+        self._left = {peer.rank: peer for peer in leavers if peer.leaves}
         for place, peer in self._left.items():
             self._reserves.append(self._guards.pop(place))
             self._vacant.append(place)
@@ -383,7 +400,7 @@ class Hub:
                 return  # who waits may have what nobody else has
             source, common, lenders = find_lenders(everyone, self._worlds)
             moves = world != self._world or bool(common)
-        ranks = self._count_deaths(common)
+        self._lenders, ranks = lenders, self._count_deaths(common)
         if self._gave_up and not common:
             self._end_unfinished(f"{self._broken.cause}; {self._gave_up}, and there is no state to save")
             return
@@ -403,7 +420,9 @@ class Hub:
             joined = self._take_places(world)
             keepers = {}
         if moves or not ranks:
-            go = go._replace(cause=self._describe_change(joined) or go.cause or "a host that was to join is gone again")
+            stay = [*self._guards.values(), *self._waiting()]
+            change = describe_change(self._gone, self._left, joined, stay)
+            go = go._replace(cause=change or go.cause or "a host that was to join is gone again")
         self._go(go, keepers if common else {})
 
     def _count_deaths(self, common: list[messages.Copy]) -> list[int]:
@@ -424,14 +443,6 @@ class Hub:
             self._gave_up = f"there were more than --max-recoveries {self._limit} recoveries"
         return ranks
 
-    def _describe_change(self, joined: list[Peer]) -> str:
-        """Say which hosts are lost, leave, and join; "" where there are none."""
-        stay = [*self._guards.values(), *self._waiting()]
-        told = [describe(peers, stay, words) for peers, words in ((self._gone, LOST), (self._left, LEAVES))]
-        here = {peer.rank: peer for peer in joined}
-        told.append(describe(here, [peer for peer in stay if peer not in joined], JOINS))
-        return " and ".join(filter(None, told))
-
     def _fitting(self) -> int:
         """How many of the ranks that are left make whole replicas; 0: too few, or the number of ranks stays."""
         if not self._unit or self._gave_up:
@@ -442,10 +453,7 @@ class Hub:
 
     def _take_places(self, world: int) -> list[Peer]:
         """Give the guards that stay new ranks, host by host, the others wait; return those that have waited before."""
-        hosts: dict[str, list[Peer]] = {}
-        for peer in [*(self._guards[rank] for rank in sorted(self._guards)), *self._waiting()]:
-            hosts.setdefault(peer.network, []).append(peer)
-        peers = [peer for here in hosts.values() for peer in here]
+        peers = by_host([*(self._guards[rank] for rank in sorted(self._guards)), *self._waiting()])
         joined = [peer for peer in peers[:world] if peer.rank < 0]
         for rank, peer in enumerate(peers):
             peer.rank = rank if rank < world else -1

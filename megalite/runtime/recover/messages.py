@@ -188,7 +188,7 @@ class Taken(NamedTuple):
 
 
 class Began(NamedTuple):
-    """The first copy of the round is made: the trainer needs nobody else's any more."""
+    """The first copy of the round is whole on another host, too: the rank needs no earlier one any more."""
 
     round: int
 

@@ -38,6 +38,14 @@ class Peer:
     leaves: bool = False
 
 
+def by_host(peers: Sequence[Peer]) -> list[Peer]:
+    """Order guards host by host; hosts, and the guards of each, stay in their order."""
+    hosts: dict[str, list[Peer]] = {}
+    for peer in peers:
+        hosts.setdefault(peer.network, []).append(peer)
+    return [peer for here in hosts.values() for peer in here]
+
+
 def buddies(hosts: Sequence[str]) -> list[int | None]:
     """Find who keeps each rank's copies: who has the same place on a host half of all hosts further on.
 
@@ -136,6 +144,22 @@ def describe(peers: Mapping[int, Peer], others: Sequence[Peer], verb: tuple[str,
         else:
             words.append(f"host {host} {verb[0]} (rank{several} {span})")
     return " and ".join(words)
+
+
+def describe_change(
+    gone: Mapping[int, Peer], left: Mapping[int, Peer], joined: Sequence[Peer], stay: Sequence[Peer]
+) -> str:
+    """Say which hosts are lost, leave, and join; "" where there are none.
+
+    Args:
+        gone, left: guards that are lost, and that leave, by the ranks that they had.
+        joined: guards that have waited, and have a rank now.
+        stay: all guards but those that are lost or leave.
+    """
+    told = [describe(gone, stay, LOST), describe(left, stay, LEAVES)]
+    here = {peer.rank: peer for peer in joined}
+    told.append(describe(here, [peer for peer in stay if peer not in joined], JOINS))
+    return " and ".join(filter(None, told))
 
 
 def _most(ward: tuple[set[Copy], int]) -> tuple[int, int]:

@@ -376,6 +376,68 @@ def test_a_reserve_takes_the_place_of_a_host_that_leaves(made: list[Run]) -> Non
     }
 
 
+def test_one_in_reserve_of_whom_others_load_is_lost(made: list[Run]) -> None:
+    """They found its copies gone, and went back to the disk; another guard has them, too."""
+    run = begin(made, 6, 2)
+    run.copy(1)
+    run.lose(4)
+    assert [port for _, port in run.goes()[0].lenders][5] == 5
+    run.settle()
+    run.lose(5)
+    goes = run.goes().values()
+    assert [(go.rank, go.round, go.numbers, tuple(go.ranks)) for go in goes] == [
+        (rank, 2, [1], ()) for rank in range(4)
+    ]
+    assert [port for _, port in run.goes()[0].lenders][5] == 2
+    assert {go.cause for go in goes} == {"a rank in reserve of which others load is gone"}
+    assert 0 <= run.goes()[0].gone - run.goes()[0].died < 60
+    # Once they have loaded, nobody is disturbed.
+    run.guards.append(Guard(run.hub, 9, -1))
+    run.began()
+    run.guards.pop().heard(None)
+    assert {type(guard.told[-1]) for guard in run.guards} == {Go}
+
+
+def test_a_host_is_lost_when_all_have_paused(made: list[Run]) -> None:
+    """Who was to join takes its place, so the number of ranks stays: nothing said what had happened."""
+    run = begin(made, 4, 1)
+    run.copy(1)
+    run.lose(1)
+    run.began()
+    run.guards.append(Guard(run.hub, 9, -1))
+    run.loop.timers[-1]()
+    for guard in run.guards:
+        if guard.rank >= 0:
+            guard.heard(Paused(1))
+    run.lose(2)
+    assert {(go.world, go.was, go.cause) for go in run.goes().values()} == {
+        (3, 0, "rank 1 is gone with its host or its guard")
+    }
+
+
+def test_told_to_stop_before_all_have_met(made: list[Run]) -> None:
+    """The hub asked where rank 0 is, of which it had not heard: an error, and the run was gone."""
+    made.append(Run(0, 1))
+    run = made[-1]
+    run.hub._world = run.hub._worlds[0] = 3
+    early = Guard(run.hub, 1, 1)
+    early.heard(Leaves())
+    assert early.told == [Stop()]
+
+
+def test_a_host_is_lost_while_one_that_has_its_copies_is_to_leave(made: list[Run]) -> None:
+    """Without both there are too few: its copies were lost with it, as it was asked for none any more."""
+    run = begin(made, 3, 1, fewest=2)
+    run.copy(1)
+    run.guards[2].heard(Leaves())
+    run.lose(1)
+    assert Stop() in run.guards[1].told
+    assert {number: (go.rank, go.world, go.numbers) for number, go in run.goes().items()} == {
+        0: (0, 2, [1]),
+        2: (1, 2, [1]),
+    }
+
+
 def test_a_host_with_other_options_is_refused(made: list[Run]) -> None:
     run = begin(made, 3, 1)
     run.hub._identity = "other"

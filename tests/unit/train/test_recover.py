@@ -33,6 +33,7 @@ from megalite.runtime.recover.hub import Hub
 from megalite.runtime.recover.main import reserve
 from megalite.runtime.recover.member import NOBODY, Companion, goes_on_with_fewer, spare_ranks, survives_hosts
 from megalite.runtime.recover.messages import (
+    Began,
     Break,
     Broken,
     Buddy,
@@ -45,6 +46,7 @@ from megalite.runtime.recover.messages import (
     Hello,
     Here,
     Killed,
+    Leaves,
     Leaving,
     Listen,
     Meet,
@@ -55,6 +57,7 @@ from megalite.runtime.recover.messages import (
     decode,
     encode,
 )
+from megalite.runtime.recover.offsite import first_number
 from megalite.runtime.recover.peers import buddies
 from megalite.runtime.recover.restore import check_unchanged
 
@@ -109,6 +112,26 @@ def reset(connection: socket.socket) -> None:
     """Hang up so that the other side's kernel forgets who it was."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
+
+
+def test_a_guard_that_leaves(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Rank]) -> None:
+    """A second SIGTERM stopped the whole run; and the others' copies were let go before the new ones were elsewhere."""
+    guard, told, killed = make().guard, list[Any](), list[int]()
+    monkeypatch.setattr(guard, "_tell", told.append)
+    monkeypatch.setattr(guard_module, "kill", lambda pid, number: killed.append(number))
+    guard._meeting, guard._round = Meet(1, "localhost", 1, "", True, leaves=True), 1
+    assert guard._trainer is not None
+    guard._trainer.ready = True
+    for _ in range(2):
+        guard._relay(signal.SIGTERM, None)
+    guard._loop.turn()
+    assert (told, killed) == ([Leaves()], [])
+    guard._committed()
+    guard._kept(first_number(1) - 1)
+    assert told == [Leaves()]
+    for number in range(2):
+        guard._kept(first_number(1) + number)
+    assert told == [Leaves(), Began(1)]
 
 
 def test_a_stranger_who_is_gone_before_he_is_let_in_is_none() -> None:

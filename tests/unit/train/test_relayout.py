@@ -154,6 +154,17 @@ def test_nothing_is_left_of_a_copy_that_is_damaged_further_on() -> None:
     assert not [state.name for state in states if state.flat.count_nonzero()]
 
 
+def test_who_is_gone_is_told_when_the_round_stays() -> None:
+    """The run went back to the disk before the hub could say that another host has the same copies."""
+    keeper, told = Keeper("secret"), list[Any]()
+    go = Go(numbers=[9], source=5, lenders=[("127.0.0.1", keeper.port)])
+    guard: Any = SimpleNamespace(turn=Turn(go=go, token="secret"), slots=[], say=told.append, round=1)
+    guard.keep = lambda slots: setattr(guard, "slots", slots)
+    guard.may_be_killed = lambda: told.append("waits")
+    assert Copies(guard, states_of(0, 1), elsewhere=True, elastic=True).load(ParallelContext.single())
+    assert told == ["waits", Loaded(-1)]
+
+
 def test_what_nobody_has_is_told() -> None:
     with copies(2, 1) as opened, pytest.raises(BadFile, match="no copy has all of master embed"):
         load_borrowed(opened[:1], states_of(0, 1), 0)

@@ -71,6 +71,27 @@ def test_a_lost_host_of_an_elastic_run_is_started_again(
     assert caplog.text.count("launch: b: connection lost; the run goes on with the hosts that are left") == 1
 
 
+@pytest.mark.parametrize("last", ["exit 0", f"exec {sys.executable} {agent.__file__} sleep 1000"])
+def test_a_host_that_cannot_be_started_again_is_no_reason_to_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """Its disk may be missing, or its options wrong; and when the run is done, nobody waits for one that starts."""
+    monkeypatch.setattr(runner, "AGAIN_S", 0.1)
+    end, tries, report = tmp_path / "end", tmp_path / "tries", tmp_path / "report"
+    report.write_text(TORCHRUN_REPORT.format(rank=1, code=2))
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(end)!r}).exists(): time.sleep(0.05)"
+    first = f"import os; os.write(2, {f'{MARK.format(0)}{MET}'.encode()!r} + b'\\n'); {wait}"
+    fails = f"echo >> {tries}; case $(wc -l < {tries}) in 1) until [ -e {tries}.go ]; do sleep 0.05; done; exit 255;; "
+    fails += f"2) exit 127;; 3) cat {report} >&2; exit 1;; *) touch {end}; {last};; esac"
+    made = Runner(["a", "b"], [on_host(first), ["sh", "-c", fails]], "L", reserves=True, returns=True)
+    release = threading.Thread(target=_when, args=(lambda: made._replaces, Path(f"{tries}.go")))
+    release.start()
+    done = made.run()
+    release.join()
+    assert done == Outcome(0, None, (), False)
+    assert tries.read_text().count("\n") >= 4
+
+
 def _when(holds: Callable[[], bool], path: Path) -> None:
     """Write a file once something holds."""
     while not holds():
