@@ -63,11 +63,14 @@ def test_curves_are_those_of_metrics_jsonl_whatever_was_done_again(tmp_path: Pat
 def test_of_many_steps_no_extreme_is_lost_and_the_newest_are_all_there(tmp_path: Path) -> None:
     rng = np.random.default_rng(7)
     values = rng.normal(size=30_000)
-    run = write(tmp_path / "run", [{"step": s + 1, "loss": v} for s, v in enumerate(values.tolist())])
+    lines = [{"step": s + 1, "loss": v, "consumed_tokens": 64 * s + 64} for s, v in enumerate(values.tolist())]
+    run = write(tmp_path / "run", lines)
     curves = collected(run, most=1_000)["runs"][0]["curves"]
     xs, loss = steps_of(curves), column(curves, "loss")
     assert len(xs) == len(loss) == curves["points"] <= 1_000
     assert xs == sorted(set(xs))
+    # On the axis of tokens too: two points in one place would be one.
+    assert column(curves, "consumed_tokens").tolist() == [64 * x for x in xs]
     assert (loss.min(), loss.max()) == (np.float32(values.min()), np.float32(values.max()))
     per, whole = curves["per_bucket"], 30_000 - 500
     assert xs[-500:] == list(range(whole + 1, 30_001))
