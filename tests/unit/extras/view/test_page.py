@@ -169,6 +169,15 @@ def test_no_credential_leaves_and_no_path_with_hide_paths(tmp_path: Path, monkey
     hidden = page(data, "run", hide="…/")
     assert str(tmp_path) not in hidden
     assert "step_1" in hidden
+    for text in (f"PREFIX:{tmp_path}/a", f"file://{tmp_path}/a", f"'{tmp_path}/a'"):
+        assert str(tmp_path) not in to_json(text, "…/")
+    assert "https://host/x/y/z" in to_json("https://host/x/y/z", "…/")
+    # Runs of one name are told apart by their paths, also in the title.
+    assert str(tmp_path) not in page(data, f"{tmp_path}/a/run, {tmp_path}/b/run", hide="…/")
+    with serving(run, hide="…/") as server:
+        told = ask(f"{server.url}data?run=0&file={data['runs'][0]['live']['file']}&after=0")[1]
+        assert "step_1" in told
+        assert str(tmp_path) not in told
     for secret in ("s3cr3t-value-123", "pw12345"):
         assert secret not in to_json(data)
         assert secret not in hidden
@@ -194,13 +203,16 @@ def test_the_page_is_made_whatever_is_missing(tmp_path: Path, capsys: pytest.Cap
     assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "run"]
     with pytest.raises(UserError, match="h99"):
         main([str(run), "--html", str(out), "--cluster", "h99:8"])
+    for nothing in ("", ".", "/"):
+        with pytest.raises(UserError, match="names no file"):
+            main([str(run), "--html", nothing])
     with pytest.raises(UserError, match="must be a port"):
         main([str(run), "--serve", "70000"])
 
 
 @contextmanager
-def serving(run: Path) -> Iterator[Server]:
-    server = Server([run], lambda: "the page", 0)
+def serving(run: Path, hide: str | None = None) -> Iterator[Server]:
+    server = Server([run], lambda: "the page", 0, hide)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
