@@ -14,6 +14,7 @@ from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.extras.estimate.guard import install_guard
+from megalite.extras.view.page.part import limit_processor_time
 
 # Of processor time; what is not begun by then is left out.
 _SECONDS = 120.0
@@ -158,4 +159,5 @@ def _buckets(cfg: Any, grid: Any, rank: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]))))
+    limit_processor_time(int(sys.argv[1]))
+    print(json.dumps(main(sys.argv[2], int(sys.argv[3]))))

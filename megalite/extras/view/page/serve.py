@@ -37,9 +37,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(
-        self, runs: Sequence[Path], make_page: Callable[[], str], port: int, hide: str | None = None
-    ) -> None:
+    def __init__(self, runs: Sequence[Path], make_page: Callable[[], str], port: int, hide: str | None = None) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.runs, self._make_page, self.hide = list(runs), make_page, hide
         self._one_at_a_time = threading.Lock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import threading
 import urllib.error
@@ -18,11 +19,14 @@ import numpy as np
 import pytest
 
 from megalite.core.base.errors import UserError
+from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.view.metrics import read_metrics
-from megalite.extras.view.page.collect import collect
+from megalite.extras.view.page.collect import _PROCESSOR_S, collect
 from megalite.extras.view.page.command import main
 from megalite.extras.view.page.embed import page, script_parts, to_json
+from megalite.extras.view.page.predict import PARTS
 from megalite.extras.view.page.serve import Server
+from megalite.runtime.options import cli
 from tests.unit.extras.view.runs import HOSTILE, hostile_run, write
 
 FOLDER = Path(__file__).parents[4] / "megalite/extras/view/page"
@@ -102,6 +106,22 @@ def test_a_hostile_folder_is_text_and_blanks_no_other_view(tmp_path: Path) -> No
     assert html.count("</script>") == 3
     assert "pwned=1</script>" not in html
     assert len(html) < 300_000
+
+
+def test_a_config_that_asks_for_anything_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_PROCESSOR_S, "predict", 5)
+    # Which of 10^13 ranks' divisors could be --ep would take hours.
+    run = write(tmp_path / "run", [{"event": "start", "step": 0, "ranks": 10**13}, {"step": 1, "loss": 1.0}])
+    flags = "--num-layers 1 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu"
+    experts = "--num-experts 6 --moe-topk 2 --ep 3 --micro-batch-size 1 --global-batch-size 6 --lr 1e-3 --train-steps 1"
+    config = cli.parse([*flags.split(), *experts.split()], world=3, dialect=DIALECT).config
+    (run / "config.yaml").write_text(cli.to_yaml(config))
+    parts = collected(run)["runs"][0]
+    assert parts["curves"]["steps"] == 1
+    assert {parts[name]["problem"] for name in PARTS} == {"left out: it takes too much processor time"}
+    (run / "config.yaml").unlink()
+    os.mkfifo(run / "config.yaml")
+    assert "not a regular file" in collected(run)["runs"][0]["layout"]["problem"]
 
 
 def test_only_the_page_s_own_script_may_run(tmp_path: Path) -> None:
