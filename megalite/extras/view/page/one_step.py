@@ -71,7 +71,8 @@ def _stage(cfg: Any, grid: Any, rank: int) -> dict[str, Any]:
     for i, event in enumerate(e.log[e.first :], e.first):
         if isinstance(event, Communication):
             n = len(event.ranks)
-            new = {"ranks": list(event.ranks), "phases": defaultdict(int), "calls": 0, "bytes": 0}
+            ends = (rank, event.peer) if event.kind in ("send", "recv") else event.ranks
+            new = {"ranks": list(ends), "phases": defaultdict(int), "calls": 0, "bytes": 0}
             row = rows.setdefault((event.axis, event.kind, n), new)
             row["calls"] += 1
             row["bytes"] += event.nbytes

@@ -407,9 +407,16 @@ def test_a_served_page_follows_the_run(browser: Any, tmp_path: Path) -> None:
         it.page.wait_for_function("() => document.querySelector('.status').textContent.includes('101')")
         assert it.curve("loss")["points"] == 101
         assert it.value("loss", 77) == pytest.approx(1 / 77)
-        # Steps made again: the page is made anew.
+        # Steps made again after a rewind: their last lines count, and the page, with what was chosen on it, stays.
+        it.page.evaluate("window.kept = true")
         with path.open("a") as file:
-            file.write('"loss": 0}\n{"event": "resume", "step": 50}\n{"step": 51, "loss": 9}\n')
+            file.write('"loss": 0}\n{"event": "rewind", "step": 102}\n{"step": 60, "loss": 8}\n{"st')
+        it.page.wait_for_function("() => document.querySelector('.status').textContent.includes('60')")
+        assert (it.value("loss", 60), it.value("loss", 59), it.value("loss", 102)) == (8, pytest.approx(1 / 59), 0)
+        assert it.page.evaluate("window.kept")
+        # Another start: the page is made anew.
+        with path.open("a") as file:
+            file.write('ep": 61, "loss": 7}\n{"event": "resume", "step": 50}\n{"step": 51, "loss": 9}\n')
         it.page.wait_for_function("() => (window.megalite.drawn('curves') || [{}])[0].points === 51")
         assert it.value("loss", 51) == 9
         # A new run in the same folder.
