@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 import threading
@@ -19,11 +20,13 @@ import numpy as np
 import pytest
 
 from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.view.metrics import read_metrics
 from megalite.extras.view.page.collect import _PROCESSOR_S, collect
 from megalite.extras.view.page.command import main
 from megalite.extras.view.page.embed import page, script_parts, to_json
+from megalite.extras.view.page.placement import collect_grid
 from megalite.extras.view.page.predict import PARTS
 from megalite.extras.view.page.serve import Server
 from megalite.runtime.options import cli
@@ -122,6 +125,28 @@ def test_a_config_that_asks_for_anything_has_an_end(tmp_path: Path, monkeypatch:
     (run / "config.yaml").unlink()
     os.mkfifo(run / "config.yaml")
     assert "not a regular file" in collected(run)["runs"][0]["layout"]["problem"]
+
+
+def test_every_rank_finds_its_boxes_where_experts_are_cut_otherwise() -> None:
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu"
+    )
+    flags += " --lr 1e-3 --num-experts 8 --moe-topk 2 --micro-batch-size 1 --global-batch-size 8 --train-steps 1 --tp 2 --pp 2"
+    for layout in ("--ep 4 --etp 1", "--ep 2 --etp 1", "--ep 2", "--ep 1"):
+        cfg = cli.parse([*flags.split(), *layout.split()], world=8, dialect=DIALECT).config
+        told = collect_grid(cfg, Grid.from_config(cfg.parallel, 8))
+        for param in told["params"]:
+            # As `boxesOf` of grid.js.
+            axes = dict.fromkeys(axis for axis, _ in param["cut"])
+            keys = [",".join(str(place.get(axis, 0)) for axis in axes) for place in told["ranks"]]
+            held = [
+                sum(math.prod(shape) for _, shape in param["boxes"][key])
+                for key, place in zip(keys, told["ranks"])
+                if place["pp"] in param["pp"]
+            ]
+            copies = {"--ep 4 --etp 1": 1, "--ep 2 --etp 1": 2, "--ep 2": 1, "--ep 1": 2}[layout]
+            if ".experts." in param["name"]:
+                assert sum(held) == copies * math.prod(param["shape"]), (layout, param["name"])
 
 
 def test_only_the_page_s_own_script_may_run(tmp_path: Path) -> None:
