@@ -128,10 +128,9 @@ def test_a_config_that_asks_for_anything_has_an_end(tmp_path: Path, monkeypatch:
 
 
 def test_every_rank_finds_its_boxes_where_experts_are_cut_otherwise() -> None:
-    flags = (
-        "--num-layers 2 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu"
-    )
-    flags += " --lr 1e-3 --num-experts 8 --moe-topk 2 --micro-batch-size 1 --global-batch-size 8 --train-steps 1 --tp 2 --pp 2"
+    flags = "--num-layers 2 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu"
+    flags += " --num-experts 8 --moe-topk 2 --tp 2 --pp 2"
+    flags += " --micro-batch-size 1 --global-batch-size 8 --train-steps 1 --lr 1e-3"
     for layout in ("--ep 4 --etp 1", "--ep 2 --etp 1", "--ep 2", "--ep 1"):
         cfg = cli.parse([*flags.split(), *layout.split()], world=8, dialect=DIALECT).config
         told = collect_grid(cfg, Grid.from_config(cfg.parallel, 8))
