@@ -82,7 +82,8 @@ def test_a_save_says_what_it_cost_though_its_folder_is_gone(tmp_path: Path, monk
     checkpointer.on_commit = lambda **saved: told.append(saved)
     path = checkpointer.save(1, cs.states_at(1), {"step": 1}, background=True)
     assert path is not None
-    wait, sizes = checkpointer._writer.wait, []
+    wait = checkpointer._writer.wait
+    sizes: list[int] = []
 
     def wait_long(seconds: float | None) -> bool:
         time.sleep(0.2)
