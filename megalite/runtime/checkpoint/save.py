@@ -281,7 +281,7 @@ class Checkpointer:
         Raises:
             SaveError: it failed; raised on every rank, naming the first one that failed.
         """
-        save, rank0 = self._current, self.ctx.rank == 0
+        save, rank0, begun = self._current, self.ctx.rank == 0, time.perf_counter()
         if save is None:
             return True
         # The writer of rank 0 waits for all others, so it must be informed if one of them fails.
@@ -296,6 +296,7 @@ class Checkpointer:
         self._current = None
         if not any(errors):
             if rank0 and not save.reported:
+                save.stalled += time.perf_counter() - begun
                 self._log_commit(save)
             self._claim.add(save.name)
             return True
@@ -328,8 +329,7 @@ class Checkpointer:
         # Where the hosts share no folder it is saved once it is uploaded.
         what = f"saved {path}" if self.mirror is None or self.mirror.shared else f"wrote the parts of {save.name}"
         logger.info(f"{what} in {seconds:.2f} s, training paused for {save.stalled:.2f} s")
-        # None where the hosts share no folder.
-        size = sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else None
+        size = self._writer.committed_bytes  # None where the hosts share no folder
         self.on_commit(step=save.step, checkpoint=str(path), bytes=size, seconds=seconds, pause_s=save.stalled)
         for moved in self._writer.answer("moved"):
             logger.warning(f"set aside, because this run does not continue it: {moved}")

@@ -224,6 +224,11 @@ class WriterProcess:
         """Return a list of the writer's answer: "moved", "problems"."""
         return self._answer.get(key, []) if self._answer else []
 
+    @property
+    def committed_bytes(self) -> int | None:
+        """Bytes of the files of the checkpoint that the writer committed; None: it committed none."""
+        return self._answer.get("bytes") if self._answer else None
+
     def abandon(self) -> None:
         """Ask the writer to abandon the job."""
         with contextlib.suppress(OSError):

@@ -224,6 +224,8 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
         (place.root / name).unlink()
     if other := place.taken_by(job["owner"]):
         raise RuntimeError(f"the folder has been taken by {other}")
-    moved = place.publish(save, *committable(manifest), job["aside"])
+    texts = committable(manifest)
+    moved = place.publish(save, *texts, job["aside"])
     problems = place.tidy(save.name, partial(Keep.from_job(job).staying, place)) if job["full"] else []
-    return {"ok": True, "moved": moved, "problems": problems}
+    size = sum(file.size for file in manifest.files) + sum(map(len, texts))
+    return {"ok": True, "moved": moved, "problems": problems, "bytes": size}

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +74,32 @@ def test_states_may_change_while_they_are_written(tmp_path: Path) -> None:
     small = cs.states_at(-1, specs=cs.SPECS[:2])
     load_checkpoint(tmp_path / "step_00000007", small, CTX)
     assert torch.equal(small[0].flat, cs.states_at(7)[0].flat)
+
+
+def test_a_save_says_what_it_cost_though_its_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    checkpointer = Checkpointer(tmp_path, CTX)
+    checkpointer.on_commit = lambda **saved: told.append(saved)
+    path = checkpointer.save(1, cs.states_at(1), {"step": 1}, background=True)
+    assert path is not None
+    wait = checkpointer._writer.wait
+    sizes: list[int] = []
+
+    def wait_long(seconds: float | None) -> bool:
+        time.sleep(0.2)
+        arrived = wait(seconds)
+        if path.exists():
+            sizes.append(sum(file.stat().st_size for file in path.iterdir()))
+            shutil.rmtree(path)
+        return arrived
+
+    monkeypatch.setattr(checkpointer._writer, "wait", wait_long)
+    assert checkpointer.finish()
+    checkpointer.close()
+    (saved,) = told
+    assert (saved["step"], saved["checkpoint"], [saved["bytes"]]) == (1, str(path), sizes)
+    # Training waits for a save that is not done when the next is due.
+    assert saved["seconds"] >= saved["pause_s"] >= 0.2
 
 
 def test_prune_keeps_the_newest_and_what_was_resumed_from(tmp_path: Path) -> None:

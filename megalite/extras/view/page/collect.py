@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import json
 import platform
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import megalite
 from megalite.core.base.errors import UserError
-from megalite.core.mesh.grid import Grid
-from megalite.extras.compat.dialect import DIALECT
-from megalite.extras.view.page.choices import collect_memory, collect_plan
 from megalite.extras.view.page.curves import Record, collect_curves
-from megalite.extras.view.page.placement import collect_grid
+from megalite.extras.view.page.part import part
+from megalite.extras.view.page.predict import PARTS
 from megalite.extras.view.page.saves import collect_checkpoints, collect_experts
-from megalite.extras.view.page.timing import collect_schedule
-from megalite.runtime.base.untrusted import BadFile, read_json
-from megalite.runtime.options import cli
-from megalite.runtime.options.run import Config
+from megalite.runtime.base.untrusted import BadFile, read_json, read_regular
 from megalite.runtime.places.names import step_folders
 
 VERSION = 1
 """Of the dict; it grows with every change that an older page could not show."""
 # A hostile config could ask for anything.
 _LONGEST_CHILD_S = 1800
+_PROCESSOR_S = {"predict": 120, "one_step": 480}
+_LARGEST_CONFIG = 1 << 20
 
 
 def collect(runs: list[tuple[str, Path]], made: str, most: int, cluster: str | None, estimate: bool) -> dict[str, Any]:
@@ -57,41 +54,17 @@ def collect(runs: list[tuple[str, Path]], made: str, most: int, cluster: str | N
 def collect_run(run_dir: Path, most: int, cluster: str | None, estimate: bool) -> dict[str, Any]:
     """Return the parts of one run; arguments as for `collect`."""
     record = Record()
-    told: dict[str, Any] = {"curves": _part(lambda: _curves(run_dir, record, most))}
+    told: dict[str, Any] = {"curves": part(lambda: _curves(run_dir, record, most))}
     last = max(record.rows, default=None)
     told["live"] = {"file": str(record.file), "offset": record.end}
-    told["experts"] = _part(lambda: collect_experts(run_dir, last))
-    told["checkpoints"] = _part(lambda: collect_checkpoints(run_dir))
-    world = _part(lambda: {"ranks": _world(run_dir, record)})
-    told["layout"] = world
-    if "problem" in world:
-        return told
-    try:
-        cfg = cli.parse(["--config", str(run_dir / "config.yaml")], world=world["ranks"], dialect=DIALECT).config
-        grid = Grid.from_config(cfg.parallel, world["ranks"])
-    except (UserError, OSError, ValueError, TypeError, KeyError, RecursionError) as e:
-        told["layout"] = {"problem": _said(e)}
-        return told
-    told["layout"] = _part(lambda: {"ranks": grid.world, **_described(cfg)})
-    told["grid"] = _part(lambda: collect_grid(cfg, grid))
-    told["schedule"] = _part(lambda: collect_schedule(run_dir, cfg, grid))
-    told["memory"] = _part(lambda: collect_memory(cfg, grid))
-    told["plan"] = _part(lambda: collect_plan(cfg, grid, cluster))
-    told["step"] = _part(lambda: _one_step(run_dir / "config.yaml", grid.world, estimate))
+    told["experts"] = part(lambda: collect_experts(run_dir, last))
+    told["checkpoints"] = part(lambda: collect_checkpoints(run_dir))
+    world = part(lambda: {"ranks": _world(run_dir, record)})
+    config = run_dir / "config.yaml"
+    told |= _predicted(run_dir, config, world["ranks"], cluster) if "ranks" in world else {"layout": world}
+    if "problem" not in told["layout"]:
+        told["step"] = part(lambda: _one_step(config, world["ranks"], estimate))
     return told
-
-
-def _part(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a part; what goes wrong in it is said in its place."""
-    try:
-        return make()
-    except Exception as e:
-        return {"problem": _said(e)}
-
-
-def _said(error: BaseException) -> str:
-    text = str(error) if isinstance(error, UserError | BadFile) else f"{type(error).__name__}: {error}"
-    return text[:1000]
 
 
 def _curves(run_dir: Path, record: Record, most: int) -> dict[str, Any]:
@@ -116,28 +89,51 @@ def _world(run_dir: Path, record: Record) -> int:
     return logs
 
 
-def _described(cfg: Config) -> dict[str, Any]:
-    m, p, t = cfg.model, cfg.parallel, cfg.train
-    return {
-        "model": {name: getattr(m, name) for name in ("arch", "num_layers", "hidden_size", "num_experts", "moe_topk")},
-        "parallel": {name: getattr(p, name) for name in ("tp", "pp", "vp", "cp", "ep", "zero", "device")},
-        "train": {"precision": t.precision},
-    }
+def _predicted(run_dir: Path, config: Path, world: int, cluster: str | None) -> dict[str, Any]:
+    recording = run_dir / "schedule/pipeline_rank_0.jsonl"
+    try:
+        stamp = (recording.stat().st_mtime_ns, recording.stat().st_size) if recording.exists() else None
+        return _cached_predictions(read_regular(config, _LARGEST_CONFIG), stamp, run_dir, world, cluster)
+    except (OSError, BadFile, subprocess.TimeoutExpired) as e:
+        return {"layout": {"problem": f"{config}: {e}"[:1000]}}
+
+
+@lru_cache(maxsize=16)
+def _cached_predictions(
+    content: bytes, stamp: tuple[int, int] | None, run_dir: Path, world: int, cluster: str | None
+) -> dict[str, Any]:
+    """Make what follows from a config, and from a recording of its steps, in a process that may take too long."""
+    done = _run("predict", str(run_dir), str(world), cluster or "")
+    told: dict[str, Any] = {}
+    for line in done.stdout[: done.stdout.rfind("\n") + 1].splitlines():
+        told |= json.loads(line)
+    if done.returncode:
+        told |= {name: {"problem": _why(done)} for name in PARTS if name not in told}
+    return told
 
 
 def _one_step(config: Path, world: int, estimate: bool) -> dict[str, Any]:
     if not estimate:
         return {"missing": "estimate", "remedy": "without --no-estimate"}
-    return _cached_step(config.read_bytes(), config, world)
+    return _cached_step(read_regular(config, _LARGEST_CONFIG), config, world)
 
 
 @lru_cache(maxsize=16)
 def _cached_step(content: bytes, config: Path, world: int) -> dict[str, Any]:
     """Run the step of a config in a process of its own; a served page is made again and again of the same one."""
-    command = [sys.executable, "-m", "megalite.extras.view.page.one_step", str(config), str(world)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_CHILD_S)
+    done = _run("one_step", str(config), str(world))
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return {"problem": last[:1000]}
+        return {"problem": _why(done)}
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
+
+
+def _run(module: str, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"megalite.extras.view.page.{module}", str(_PROCESSOR_S[module]), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_CHILD_S)
+
+
+def _why(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode == -signal.SIGXCPU:
+        return "left out: it takes too much processor time"
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:1000]

@@ -47,6 +47,8 @@ def main(argv: Sequence[str]) -> None:
     """Run `megalite view`."""
     args = _parse(argv)
     require((args.html is None) != (args.serve is None), "megalite view", "needs --html F or --serve", "give one")
+    named = args.html is None or args.html.name
+    require(bool(named), f"--html {args.html}", "names no file", "add a name, such as run.html")
     require(args.max_points >= 100, f"--max-points {args.max_points}", "must be at least 100", "drop it")
     for run in args.runs:
         if not (run / METRICS_FILE).exists() and not (run / "config.yaml").exists():
@@ -63,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
         return page(data, ", ".join(name for name, _ in runs), hide, live)
 
     if args.serve is not None:
-        serve(args.runs, lambda: make(True), args.serve)
+        serve(args.runs, lambda: make(True), args.serve, hide)
         return
     text = make(False)
     unfinished = args.html.with_name(args.html.name + ".tmp")

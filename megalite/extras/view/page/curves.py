@@ -129,10 +129,12 @@ def collect_curves(record: Record, most: int) -> dict[str, Any]:
         starts = max(0, len(steps) - min(_RECENT, most // 2))
         per_bucket = max(4, -(-4 * starts // max(4, most - (len(steps) - starts))))
     buckets = [slice(i, min(i + per_bucket, starts)) for i in range(0, starts, per_bucket)] if per_bucket > 1 else []
-    x = np.concatenate([_places(steps[b]) for b in buckets] + [steps[starts if buckets else 0 :]])
+    x = np.concatenate([_ends(steps[b]) for b in buckets] + [steps[starts if buckets else 0 :]])
     series = {}
     for name, values in sorted(columns.items()):
-        cut = np.concatenate([_extremes(values[b]) for b in buckets] + [values[starts if buckets else 0 :]])
+        # Where a point stands is not what it shows: x and the other axes have the ends of a bucket.
+        cut_bucket = _ends if name in _WIDE else _extremes
+        cut = np.concatenate([cut_bucket(values[b]) for b in buckets] + [values[starts if buckets else 0 :]])
         if np.isfinite(cut).any():
             series[name] = {"wide": name in _WIDE, "data": _encoded(cut, "<f8" if name in _WIDE else "<f4")}
     return {
@@ -154,10 +156,9 @@ def _encoded(values: npt.NDArray[Any], dtype: str) -> Numbers:
         return Numbers(base64.b64encode(values.astype(dtype).tobytes()).decode())
 
 
-def _places(steps: npt.NDArray[np.int64]) -> Column:
-    """Return the x of a bucket's points: its first and last two steps."""
-    places = steps if len(steps) <= 4 else np.concatenate([steps[:2], steps[-2:]])
-    return places.astype(np.float64)
+def _ends(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the first and the last two values of a bucket: the x of its points."""
+    return values if len(values) <= 4 else np.concatenate([values[:2], values[-2:]])
 
 
 def _extremes(values: Column) -> Column:

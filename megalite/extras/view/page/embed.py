@@ -21,7 +21,7 @@ _SCRIPTS = (
     *("live", "main"),
 )
 _LONGEST_TEXT = 2_000
-_PATH = re.compile(r"(?<![\w.:/])/(?:[^\s/\"'<>|]+/)+")
+_PATH = re.compile(r"(?:(?<![\w./])|(?<=file://))/(?:[^\s/\"'<>|]+/)+")
 
 
 def page(data: dict[str, Any], title: str, hide: str | None = None, live: bool = False) -> str:
@@ -54,7 +54,7 @@ def page(data: dict[str, Any], title: str, hide: str | None = None, live: bool =
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="referrer" content="no-referrer">
 <link rel="icon" href="data:,">
-<title>{_escaped(title)}</title>
+<title>{_escaped(_text(title, hide))}</title>
 <style>{style}</style>
 </head>
 <body>

@@ -14,6 +14,7 @@ from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.extras.estimate.guard import install_guard
+from megalite.extras.view.page.part import limit_processor_time
 
 # Of processor time; what is not begun by then is left out.
 _SECONDS = 120.0
@@ -70,7 +71,8 @@ def _stage(cfg: Any, grid: Any, rank: int) -> dict[str, Any]:
     for i, event in enumerate(e.log[e.first :], e.first):
         if isinstance(event, Communication):
             n = len(event.ranks)
-            new = {"ranks": list(event.ranks), "phases": defaultdict(int), "calls": 0, "bytes": 0}
+            ends = (rank, event.peer) if event.kind in ("send", "recv") else event.ranks
+            new = {"ranks": list(ends), "phases": defaultdict(int), "calls": 0, "bytes": 0}
             row = rows.setdefault((event.axis, event.kind, n), new)
             row["calls"] += 1
             row["bytes"] += event.nbytes
@@ -158,4 +160,5 @@ def _buckets(cfg: Any, grid: Any, rank: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]))))
+    limit_processor_time(int(sys.argv[1]))
+    print(json.dumps(main(sys.argv[2], int(sys.argv[3]))))

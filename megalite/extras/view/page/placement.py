@@ -64,18 +64,19 @@ def collect_grid(cfg: Config, grid: Grid) -> dict[str, Any]:
 
 def _parameter(spec: ParamSpec, layout: Layout) -> dict[str, Any]:
     own = layout_holding(spec, layout)
+    # With --etp 1 the ranks of tp hold whole experts: their place on tp says nothing of these.
+    cut = [(axis, dim) for axis, dim in spec.sharded_dims if own.grid[axis] > 1 or layout.grid[axis] == 1]
     return {
         "name": spec.name,
         "shape": list(spec.shape),
-        "cut": [list(pair) for pair in spec.sharded_dims],
+        "cut": [list(pair) for pair in cut],
         "experts": own is not layout,
         "tied_to": spec.tied_to,
-        "boxes": dict(_boxes(spec, own)),
+        "boxes": dict(_boxes(spec, own, list(dict.fromkeys(axis for axis, _ in cut)))),
     }
 
 
-def _boxes(spec: ParamSpec, layout: Layout) -> Iterator[tuple[str, list[list[Any]]]]:
-    axes = list(dict.fromkeys(axis for axis, _ in spec.sharded_dims))
+def _boxes(spec: ParamSpec, layout: Layout, axes: list[str]) -> Iterator[tuple[str, list[list[Any]]]]:
     for place in product(*(range(layout.grid[axis]) for axis in axes)):
         rank = layout.grid.rank(**dict(zip(axes, place)))
         shard = Shard(spec, Layout(layout.grid, rank, layout.multiple, layout.batch))

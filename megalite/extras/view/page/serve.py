@@ -32,13 +32,14 @@ class Server(ThreadingHTTPServer):
         runs: folders of the runs.
         make_page: makes the page; called in one thread at a time.
         port: 0 for any.
+        hide: as for `page`.
     """
 
     daemon_threads = True
 
-    def __init__(self, runs: Sequence[Path], make_page: Callable[[], str], port: int) -> None:
+    def __init__(self, runs: Sequence[Path], make_page: Callable[[], str], port: int, hide: str | None = None) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
-        self.runs, self._make_page = list(runs), make_page
+        self.runs, self._make_page, self.hide = list(runs), make_page, hide
         self._one_at_a_time = threading.Lock()
         self.path = f"/{secrets.token_urlsafe(16)}/"
         self.url = f"http://127.0.0.1:{self.server_port}{self.path}"
@@ -74,7 +75,8 @@ class _Handler(BaseHTTPRequestHandler):
             if run is None:
                 self.send_error(404)
             else:
-                self._answer(to_json(new_lines(run / METRICS_FILE, query.get("file", ""), after)), "application/json")
+                told = new_lines(run / METRICS_FILE, query.get("file", ""), after)
+                self._answer(to_json(told, self.server.hide), "application/json")
         else:
             self.send_error(404)
 
@@ -119,15 +121,15 @@ def new_lines(path: Path, file: str, after: int) -> dict[str, Any]:
     return {"offset": after + end, "lines": [line for line in lines if line]}
 
 
-def serve(runs: Sequence[Path], make_page: Callable[[], str], port: int) -> None:
-    """Serve until Ctrl-C.
+def serve(runs: Sequence[Path], make_page: Callable[[], str], port: int, hide: str | None = None) -> None:
+    """Serve until Ctrl-C; arguments as for `Server`.
 
     Raises:
         UserError: the port is taken, or is none.
     """
     require(0 <= port < 65536, f"--serve {port}", "must be a port", "drop the number for any free one")
     try:
-        server = Server(runs, make_page, port)
+        server = Server(runs, make_page, port, hide)
     except OSError as e:
         rule = f"cannot be used ({e.strerror})"
         raise UserError(f"--serve {port}", rule, "drop the number for any free one") from None

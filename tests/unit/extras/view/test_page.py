@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
+import os
 import re
 import threading
 import urllib.error
@@ -18,11 +20,16 @@ import numpy as np
 import pytest
 
 from megalite.core.base.errors import UserError
+from megalite.core.mesh.grid import Grid
+from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.view.metrics import read_metrics
-from megalite.extras.view.page.collect import collect
+from megalite.extras.view.page.collect import _PROCESSOR_S, collect
 from megalite.extras.view.page.command import main
 from megalite.extras.view.page.embed import page, script_parts, to_json
+from megalite.extras.view.page.placement import collect_grid
+from megalite.extras.view.page.predict import PARTS
 from megalite.extras.view.page.serve import Server
+from megalite.runtime.options import cli
 from tests.unit.extras.view.runs import HOSTILE, hostile_run, write
 
 FOLDER = Path(__file__).parents[4] / "megalite/extras/view/page"
@@ -63,11 +70,14 @@ def test_curves_are_those_of_metrics_jsonl_whatever_was_done_again(tmp_path: Pat
 def test_of_many_steps_no_extreme_is_lost_and_the_newest_are_all_there(tmp_path: Path) -> None:
     rng = np.random.default_rng(7)
     values = rng.normal(size=30_000)
-    run = write(tmp_path / "run", [{"step": s + 1, "loss": v} for s, v in enumerate(values.tolist())])
+    lines = [{"step": s + 1, "loss": v, "consumed_tokens": 64 * s + 64} for s, v in enumerate(values.tolist())]
+    run = write(tmp_path / "run", lines)
     curves = collected(run, most=1_000)["runs"][0]["curves"]
     xs, loss = steps_of(curves), column(curves, "loss")
     assert len(xs) == len(loss) == curves["points"] <= 1_000
     assert xs == sorted(set(xs))
+    # On the axis of tokens too: two points in one place would be one.
+    assert column(curves, "consumed_tokens").tolist() == [64 * x for x in xs]
     assert (loss.min(), loss.max()) == (np.float32(values.min()), np.float32(values.max()))
     per, whole = curves["per_bucket"], 30_000 - 500
     assert xs[-500:] == list(range(whole + 1, 30_001))
@@ -99,6 +109,43 @@ def test_a_hostile_folder_is_text_and_blanks_no_other_view(tmp_path: Path) -> No
     assert html.count("</script>") == 3
     assert "pwned=1</script>" not in html
     assert len(html) < 300_000
+
+
+def test_a_config_that_asks_for_anything_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_PROCESSOR_S, "predict", 5)
+    # Which of 10^13 ranks' divisors could be --ep would take hours.
+    run = write(tmp_path / "run", [{"event": "start", "step": 0, "ranks": 10**13}, {"step": 1, "loss": 1.0}])
+    flags = "--num-layers 1 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu"
+    experts = "--num-experts 6 --moe-topk 2 --ep 3 --micro-batch-size 1 --global-batch-size 6 --lr 1e-3 --train-steps 1"
+    config = cli.parse([*flags.split(), *experts.split()], world=3, dialect=DIALECT).config
+    (run / "config.yaml").write_text(cli.to_yaml(config))
+    parts = collected(run)["runs"][0]
+    assert parts["curves"]["steps"] == 1
+    assert {parts[name]["problem"] for name in PARTS} == {"left out: it takes too much processor time"}
+    (run / "config.yaml").unlink()
+    os.mkfifo(run / "config.yaml")
+    assert "not a regular file" in collected(run)["runs"][0]["layout"]["problem"]
+
+
+def test_every_rank_finds_its_boxes_where_experts_are_cut_otherwise() -> None:
+    flags = "--num-layers 2 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu"
+    flags += " --num-experts 8 --moe-topk 2 --tp 2 --pp 2"
+    flags += " --micro-batch-size 1 --global-batch-size 8 --train-steps 1 --lr 1e-3"
+    for layout in ("--ep 4 --etp 1", "--ep 2 --etp 1", "--ep 2", "--ep 1"):
+        cfg = cli.parse([*flags.split(), *layout.split()], world=8, dialect=DIALECT).config
+        told = collect_grid(cfg, Grid.from_config(cfg.parallel, 8))
+        for param in told["params"]:
+            # As `boxesOf` of grid.js.
+            axes = dict.fromkeys(axis for axis, _ in param["cut"])
+            keys = [",".join(str(place.get(axis, 0)) for axis in axes) for place in told["ranks"]]
+            held = [
+                sum(math.prod(shape) for _, shape in param["boxes"][key])
+                for key, place in zip(keys, told["ranks"])
+                if place["pp"] in param["pp"]
+            ]
+            copies = {"--ep 4 --etp 1": 1, "--ep 2 --etp 1": 2, "--ep 2": 1, "--ep 1": 2}[layout]
+            if ".experts." in param["name"]:
+                assert sum(held) == copies * math.prod(param["shape"]), (layout, param["name"])
 
 
 def test_only_the_page_s_own_script_may_run(tmp_path: Path) -> None:
@@ -166,6 +213,15 @@ def test_no_credential_leaves_and_no_path_with_hide_paths(tmp_path: Path, monkey
     hidden = page(data, "run", hide="…/")
     assert str(tmp_path) not in hidden
     assert "step_1" in hidden
+    for text in (f"PREFIX:{tmp_path}/a", f"file://{tmp_path}/a", f"'{tmp_path}/a'"):
+        assert str(tmp_path) not in to_json(text, "…/")
+    assert "https://host/x/y/z" in to_json("https://host/x/y/z", "…/")
+    # Runs of one name are told apart by their paths, also in the title.
+    assert str(tmp_path) not in page(data, f"{tmp_path}/a/run, {tmp_path}/b/run", hide="…/")
+    with serving(run, hide="…/") as server:
+        told = ask(f"{server.url}data?run=0&file={data['runs'][0]['live']['file']}&after=0")[1]
+        assert "step_1" in told
+        assert str(tmp_path) not in told
     for secret in ("s3cr3t-value-123", "pw12345"):
         assert secret not in to_json(data)
         assert secret not in hidden
@@ -191,13 +247,16 @@ def test_the_page_is_made_whatever_is_missing(tmp_path: Path, capsys: pytest.Cap
     assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "run"]
     with pytest.raises(UserError, match="h99"):
         main([str(run), "--html", str(out), "--cluster", "h99:8"])
+    for nothing in ("", ".", "/"):
+        with pytest.raises(UserError, match="names no file"):
+            main([str(run), "--html", nothing])
     with pytest.raises(UserError, match="must be a port"):
         main([str(run), "--serve", "70000"])
 
 
 @contextmanager
-def serving(run: Path) -> Iterator[Server]:
-    server = Server([run], lambda: "the page", 0)
+def serving(run: Path, hide: str | None = None) -> Iterator[Server]:
+    server = Server([run], lambda: "the page", 0, hide)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

@@ -20,7 +20,7 @@ from megalite.extras.view.page.embed import page as make_page
 from megalite.extras.view.page.serve import Server
 from tests.faults.harness import codes, events, metrics
 from tests.faults.zygote import Zygote
-from tests.unit.extras.view.runs import hostile_run
+from tests.unit.extras.view.runs import hostile_run, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (.ci/peers.sh has it)")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -330,6 +330,33 @@ def test_two_runs_lie_over_each_other(browser: Any, run: Path, tmp_path: Path) -
     it.context.close()
 
 
+def test_one_step_is_seen_and_lines_without_a_time_have_no_place_on_its_axis(browser: Any, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    # Steps 1 and 2 are of a version that wrote no time; of a save that tells nothing, the folder is shown.
+    lines = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
+    lines += [{"step": s, "loss": 1.0, "time": 1.7e9 + 3600 * s} for s in (3, 5)]
+    run = write(tmp_path / "run", [*lines, {"event": "saved", "step": 5, "checkpoint": "c/step_5", "bytes": "x"}])
+    main([str(run), "--html", str(out), "--no-estimate"])
+    it = Seen(browser, out.as_uri())
+    it.select("Axis", "time")
+    assert it.curve("loss")["x"] == [0, 2]
+    it.open("checkpoints")
+    assert it.rows("saves") == [["step_5", "5", "–", "–", "–", "no"]]
+    assert it.said == []
+    it.context.close()
+    main([str(write(tmp_path / "one", lines[:1])), "--html", str(out), "--no-estimate"])
+    it = Seen(browser, out.as_uri())
+    it.curve("loss")
+    it.page.wait_for_function(
+        """() => { const c = document.querySelector("canvas"), r = getComputedStyle(document.documentElement);
+        const wanted = parseInt(r.getPropertyValue("--run-0").trim().slice(1), 16);
+        const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+        for (let i = 0; i < d.length; i += 4) if ((d[i] << 16 | d[i + 1] << 8 | d[i + 2]) === wanted) return true;
+        return false; }"""
+    )
+    it.context.close()
+
+
 def test_a_hostile_folder_runs_nothing(browser: Any, tmp_path: Path) -> None:
     run, out = hostile_run(tmp_path), tmp_path / "page.html"
     main([str(run), "--html", str(out), "--no-estimate"])
@@ -380,9 +407,16 @@ def test_a_served_page_follows_the_run(browser: Any, tmp_path: Path) -> None:
         it.page.wait_for_function("() => document.querySelector('.status').textContent.includes('101')")
         assert it.curve("loss")["points"] == 101
         assert it.value("loss", 77) == pytest.approx(1 / 77)
-        # Steps made again: the page is made anew.
+        # Steps made again after a rewind: their last lines count, and the page, with what was chosen on it, stays.
+        it.page.evaluate("window.kept = true")
         with path.open("a") as file:
-            file.write('"loss": 0}\n{"event": "resume", "step": 50}\n{"step": 51, "loss": 9}\n')
+            file.write('"loss": 0}\n{"event": "rewind", "step": 102}\n{"step": 60, "loss": 8}\n{"st')
+        it.page.wait_for_function("() => document.querySelector('.status').textContent.includes('60')")
+        assert (it.value("loss", 60), it.value("loss", 59), it.value("loss", 102)) == (8, pytest.approx(1 / 59), 0)
+        assert it.page.evaluate("window.kept")
+        # Another start: the page is made anew.
+        with path.open("a") as file:
+            file.write('ep": 61, "loss": 7}\n{"event": "resume", "step": 50}\n{"step": 51, "loss": 9}\n')
         it.page.wait_for_function("() => (window.megalite.drawn('curves') || [{}])[0].points === 51")
         assert it.value("loss", 51) == 9
         # A new run in the same folder.

@@ -21,16 +21,17 @@ function columnsOf(run) {
   return run.columns;
 }
 
-// Where each point stands: its step, tokens so far, or hours since the first line.
-function places(run, axis) {
+// Where point i stands: its step, tokens so far, or hours since the first line that tells its time.
+function placeAt(run, axis, i) {
   const { steps, columns } = columnsOf(run);
-  if (axis === "tokens" && columns.has("consumed_tokens")) return columns.get("consumed_tokens");
-  if (axis === "time" && columns.has("time")) {
-    const times = columns.get("time");
-    return times.map((s) => (s === null ? null : (s - times[0]) / 3600));
-  }
-  return steps;
+  if (axis === "tokens" && columns.has("consumed_tokens")) return columns.get("consumed_tokens")[i];
+  if (axis !== "time" || !columns.has("time")) return steps[i];
+  const times = columns.get("time");
+  run.began ??= times.find((s) => s !== null);
+  return times[i] === null ? null : (times[i] - run.began) / 3600;
 }
+
+const places = (run, axis) => columnsOf(run).steps.map((_, i) => placeAt(run, axis, i));
 
 // The step's place on the axis, by the nearest point before it.
 function placeOf(run, step, axis) {
@@ -42,7 +43,7 @@ function placeOf(run, step, axis) {
     if (steps[middle] <= step) low = middle;
     else high = middle - 1;
   }
-  return axis === "step" ? step : places(run, axis)[low];
+  return axis === "step" ? step : placeAt(run, axis, low);
 }
 
 // Points whose place is known and rises; uPlot needs both.
@@ -199,7 +200,8 @@ function options(name, runs, series, settings) {
       width: evaluation ? 2 : 1.4,
       dash: evaluation ? [2, 3] : i ? [8, 3] : undefined,
       spanGaps: evaluation || runs.length > 1,
-      points: { show: evaluation, size: 7, fill: () => color("page") },
+      // A line needs two points.
+      points: { show: evaluation || ((u) => u.data[0].length === 1), size: 7, fill: () => color("page") },
     }))],
     hooks: { draw: [(u) => drawEvents(u, runs, settings)] },
   };

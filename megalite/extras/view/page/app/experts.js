@@ -42,7 +42,9 @@ function loadOf(run, at, state) {
   };
   const picture = drawing(Math.ceil(experts * lane) + 18, draw, t("Load of each expert over the steps; full color is twice the mean"));
   state.drawn.experts = () => ({ layer: part.layers[at], steps: part.steps, tokens: counts[last] });
-  const rows = counts[last].map((tokens, e) => [e, whole(tokens), (tokens / mean(counts[last])).toFixed(3), spans(ranksOfExpert(run, part.layers[at], e))]);
+  const ranges = expertRanges(run, part.layers[at]);
+  const holders = (e) => ranges.flatMap(({ first, count, ranks }) => (e >= first && e < first + count ? ranks : []));
+  const rows = counts[last].map((tokens, e) => [e, whole(tokens), (tokens / mean(counts[last])).toFixed(3), spans(holders(e))]);
   return [
     el("p", { class: "small", text: t("Across: steps. Down: experts. Full color is twice the mean, none is no token.") }), picture.box,
     el("h3", { text: t("Step {s}, layer {l}", { s: part.steps[last], l: part.layers[at] }) }),
@@ -53,25 +55,27 @@ function loadOf(run, at, state) {
 const expertParams = (grid) => grid.params.filter((p) => p.cut.some(([axis]) => axis === "ep"));
 const layerOf = (param) => Number((/^layers\.(\d+)\./.exec(param.name) || [])[1]);
 
-// Ranks that hold some of an expert of a layer.
-function ranksOfExpert(run, layer, expert) {
-  if (!isThere(run.grid)) return [];
-  const param = expertParams(run.grid).find((p) => layerOf(p) === layer);
+// Ranges of a layer's experts, and the ranks that hold them: once over the ranks, of which there may be thousands.
+function expertRanges(run, layer) {
+  const param = isThere(run.grid) && expertParams(run.grid).find((p) => layerOf(p) === layer);
+  const byRange = new Map();
   if (!param) return [];
-  const holds = (boxes) => boxes && boxes.some(([offset, shape]) => expert >= offset[0] && expert < offset[0] + shape[0]);
-  return run.grid.ranks.flatMap((_, r) => (holds(boxesOf(run.grid, param, r)) ? [r] : []));
+  run.grid.ranks.forEach((_, r) => {
+    for (const range of new Set((boxesOf(run.grid, param, r) || []).map(([offset, shape]) => `${offset[0]},${shape[0]}`))) {
+      if (!byRange.has(range)) byRange.set(range, []);
+      byRange.get(range).push(r);
+    }
+  });
+  return [...byRange].map(([range, ranks]) => {
+    const [first, count] = range.split(",").map(Number);
+    return { first, count, ranks };
+  });
 }
 
 function expertPlaces(run) {
   if (!isThere(run.grid) || !run.grid.num_experts) return null;
   const layers = [...new Set(expertParams(run.grid).map(layerOf))];
-  const rows = layers.flatMap((layer) => {
-    const byRanks = new Map();
-    for (let e = 0; e < run.grid.num_experts; e += 1) {
-      const ranks = spans(ranksOfExpert(run, layer, e));
-      byRanks.set(ranks, [...(byRanks.get(ranks) || []), e]);
-    }
-    return [...byRanks].map(([ranks, experts]) => [layer, spans(experts), ranks]);
-  });
+  const rows = layers.flatMap((layer) => expertRanges(run, layer).map(({ first, count, ranks }) =>
+    [layer, spans(Array.from({ length: count }, (_, i) => first + i)), spans(ranks)]));
   return details(t("Which ranks hold which experts"), table([t("Layer"), t("experts"), t("ranks")], rows, { id: "expert-places" }));
 }

@@ -65,7 +65,7 @@ function gridView(state) {
   const { run } = state;
   const { grid } = run;
   if (!isThere(grid)) return [missing(grid || run.layout)];
-  const panel = el("div", { id: "rank", "aria-live": "polite" });
+  const panel = el("div", { id: "rank" });
   const settings = { rank: 0, zero: grid.zero, filter: "", all: false };
   const show = () => fill(panel, rankPanel(run, settings, show, select));
   const buttons = [];
@@ -76,6 +76,8 @@ function gridView(state) {
       b.setAttribute("tabindex", r === rank ? "0" : "-1");
     });
     show();
+    // Not the whole panel, which has a table of all parameters.
+    say([...panel.children].slice(0, 2).map((node) => node.textContent).join(": "));
   };
   state.drawn.grid = () => ({ ...settings, ranks: buttons.length });
   const board = rankBoard(run, buttons, select);

@@ -18,7 +18,7 @@ function scheduleView(state) {
   const pictures = shown.map(([key, title]) => {
     const one = timeline(part[key], part.unit, zoom, told, all, title);
     lanes.push(one);
-    return el("section", {}, el("h3", { text: title }), facts(part[key], part.unit), one.box, operations(part[key], part.unit, key));
+    return el("section", {}, el("h3", { text: title }), facts(part[key], part.unit), leftOut(part[key]), one.box, operations(part[key], part.unit, key));
   });
   state.drawn.schedule = () => ({ from: zoom.from, to: zoom.to, lanes: lanes.map((l) => l.counted), busy: lanes.map((l) => l.single) });
   const durations = (part.steps || []).map(([n, ms]) => `${n}: ${number(ms)} ms`).join(", ");
@@ -43,9 +43,11 @@ function zoomBy(zoom, factor, at) {
 
 function facts(step, unit) {
   const waits = step.ops.map((lane) => lane.reduce((sum, op) => sum + op[WAIT], 0));
-  const busy = step.busy.map((ms, r) => `pp${r}: ${t("computes")} ${number(ms)}, ${t("waits")} ${number(waits[r] || 0)}`).join("; ");
+  const busy = step.busy.slice(0, step.ops.length).map((ms, r) => `pp${r}: ${t("computes")} ${number(ms)}, ${t("waits")} ${number(waits[r] || 0)}`).join("; ");
   return el("p", { class: "small" }, t("{d} {u} long, bubble {b} of the ideal time. ", { d: number(step.makespan), u: unit, b: percent(step.bubble) }), busy);
 }
+
+const leftOut = (step) => (step.ranks_left_out ? note(t("Only the first {n} ranks are shown.", { n: step.ops.length })) : null);
 
 function timeline(step, unit, zoom, told, all, title) {
   const one = { counted: 0, single: 0 };

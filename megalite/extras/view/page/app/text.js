@@ -8,9 +8,9 @@ const UNITS = ["B", "kB", "MB", "GB", "TB", "PB"];
 
 // Bytes with three digits in decimal units, as disks and networks count.
 function bytesText(n) {
-  if (n === null || n === undefined) return "–";
+  if (typeof n !== "number") return "–";
   let unit = 0;
-  let value = Number(n);
+  let value = n;
   while (Math.abs(value) >= 1000 && unit < UNITS.length - 1) {
     value /= 1000;
     unit += 1;
@@ -31,7 +31,7 @@ function number(x) {
 }
 
 const percent = (x) => (100 * x).toFixed(1) + " %";
-const seconds = (s) => (s < 1 ? (s * 1000).toPrecision(3) + " ms" : Number(s.toPrecision(4)) + " s");
+const seconds = (s) => (typeof s !== "number" ? "–" : s < 1 ? (s * 1000).toPrecision(3) + " ms" : Number(s.toPrecision(4)) + " s");
 
 // Ranks or layers: 0–3, 8.
 function spans(numbers) {
