@@ -9,6 +9,7 @@ megalite train --nproc 2 $small --pp 2 --data data --tokenizer tok --train-steps
 grep -q "resumed from run/checkpoints/step_00000012 at step 12" again.log
 grep -q "tp 2, continuing with\|continuing with" again.log
 megalite plot run --out loss.png
+megalite view run --html run.html --no-estimate
 megalite inspect run --verify
 megalite generate run --prompt "def " --max-new-tokens 5 --device cpu
 # A typo is one line with the cure.
