@@ -72,11 +72,13 @@ def tool_defaults(flags: Layer, computed: Collection[str], given: Layer, world: 
 
 
 DIALECT = Dialect(
-    renamed=megatron.RENAMED | trainer.RENAMED | {"strategy": "layout"},
+    renamed=megatron.RENAMED | trainer.RENAMED | {"strategy": "layout", "dpo-label-smoothing": "dpo_smoothing"},
     switches=megatron.SWITCHES | trainer.SWITCHES,
     values={
         name: megatron.VALUES.get(name, {}) | trainer.VALUES.get(name, {}) for name in megatron.VALUES | trainer.VALUES
-    },
+    }
+    # A stage on conversations differs in its data.
+    | {"stage": {"pretrain": "lm", "sft": "lm"}},
     computed=megatron.COMPUTED | trainer.COMPUTED,
     implied=megatron.IMPLIED,
     refines=megatron.REFINES,

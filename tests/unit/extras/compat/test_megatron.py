@@ -730,6 +730,12 @@ def test_which_layers_have_experts(pattern: str, dense: tuple[int, ...] | None) 
         assert parse(command).config.model.moe_dense_layers == dense
 
 
+def test_stages_and_smoothing_by_their_other_names() -> None:
+    ours, others = (config("--stage", stage) for stage in ("lm", "sft"))
+    assert ours == others == config("--stage", "pretrain")
+    assert config("--stage", "dpo", "--dpo-label-smoothing", "0.1").train.dpo_smoothing == 0.1
+
+
 def test_recomputed_layers_in_their_words() -> None:
     full = ["--num-layers", "8", "--pp", "2", "--recompute-granularity", "full", "--recompute-method"]
     for method, layers, here in (("block", "1", "full:1/4"), ("block", "4", "full"), ("uniform", "2", "full")):
