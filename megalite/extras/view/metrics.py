@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
@@ -17,6 +17,7 @@ MOST_METRICS, _LONGEST_LINE = 4 << 30, 1 << 20
 _MOST_WARNINGS = 10
 # JSON's whole numbers have no end, floats do.
 _LARGEST_COUNT = 2**63
+_T = TypeVar("_T")
 
 
 def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -38,13 +39,17 @@ def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
         if "event" in record:
             step = step_of(record)
             if record["event"] in ("start", "resume") and step is not None:
-                # What an earlier attempt did after this step is no longer part of this run.
-                steps = {s: kept for s, kept in steps.items() if s <= step}
-                events = [e for e in events if e["event"] != "eval" or (step_of(e) or 0) <= step]
+                steps, events = up_to(step, steps, events)
             events.append(record)
         elif (step := step_of(record)) is not None:
             steps[step] = record
     return [steps[s] for s in sorted(steps)], events
+
+
+def up_to(step: int, steps: dict[int, _T], events: list[dict[str, Any]]) -> tuple[dict[int, _T], list[dict[str, Any]]]:
+    """Drop what an earlier attempt did after the step at which another begins: it is no longer part of the run."""
+    kept = {s: value for s, value in steps.items() if s <= step}
+    return kept, [e for e in events if e["event"] != "eval" or (step_of(e) or 0) <= step]
 
 
 def _records(run_dir: Path, path: Path) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,6 @@ import faulthandler
 import os
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
 
 import torch
@@ -15,6 +14,7 @@ from megalite.core.base.log import logger
 from megalite.core.mesh.rendezvous import under_torchrun
 from megalite.runtime.base.child import signal_when_parent_dies
 from megalite.runtime.loop.run import Run
+from megalite.runtime.record.step_record import peak_memory
 from megalite.runtime.recover.member import Companion, GuardedRank
 from megalite.runtime.recover.messages import Ready
 
@@ -30,8 +30,7 @@ def print_stacks() -> None:
 
 
 def _memory() -> str:
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) if sys.platform == "linux" else 0
-    parts = [f"{pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.2f} GiB of the host"]
+    parts = [f"{peak_memory(torch.device('cpu')) / 2**30:.2f} GiB of the host at most"]
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         held = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.core.base.errors import UserError
-from megalite.extras.view.metrics import MOST_METRICS, read_lines, step_of
+from megalite.extras.view.metrics import MOST_METRICS, read_lines, step_of, up_to
 from megalite.runtime.base.untrusted import BadFile, require_regular
 from megalite.runtime.record.metrics import METRICS_FILE
 
@@ -65,8 +65,7 @@ class Record:
         elif "event" in line:
             step = step_of(line)
             if line["event"] in ("start", "resume") and step is not None:
-                self.rows = {s: row for s, row in self.rows.items() if s <= step}
-                self.events = [e for e in self.events if e["event"] != "eval" or (step_of(e) or 0) <= step]
+                self.rows, self.events = up_to(step, self.rows, self.events)
             self.events.append(line)
         elif (step := step_of(line)) is not None and 0 <= step < _MOST_STEPS:
             self._add_step(step, line)

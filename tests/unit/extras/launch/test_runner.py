@@ -62,11 +62,7 @@ def test_a_lost_host_of_an_elastic_run_is_started_again(
     lost += f"[ $n -gt 3 ] || exit 255; [ $n -gt 4 ] || exit 0; touch {tmp_path / 'end'}"
     runner.logger.propagate = True
     made = Runner(["a", "b"], [on_host(first), ["sh", "-c", lost]], "L", reserves=True, returns=True)
-    release = threading.Thread(target=_when, args=(lambda: made._replaces, Path(f"{tries}.go")))
-    release.start()
-    done = made.run()
-    release.join()
-    assert done == Outcome(0, None, (), False)
+    assert _run_with_host_b_lost(made, Path(f"{tries}.go")) == Outcome(0, None, (), False)
     assert tries.read_text().count("\n") >= 5
     assert caplog.text.count("launch: b: connection lost; the run goes on with the hosts that are left") == 1
 
@@ -84,12 +80,17 @@ def test_a_host_that_cannot_be_started_again_is_no_reason_to_stop_the_others(
     fails = f"echo >> {tries}; case $(wc -l < {tries}) in 1) until [ -e {tries}.go ]; do sleep 0.05; done; exit 255;; "
     fails += f"2) exit 127;; 3) cat {report} >&2; exit 1;; *) touch {end}; {last};; esac"
     made = Runner(["a", "b"], [on_host(first), ["sh", "-c", fails]], "L", reserves=True, returns=True)
-    release = threading.Thread(target=_when, args=(lambda: made._replaces, Path(f"{tries}.go")))
+    assert _run_with_host_b_lost(made, Path(f"{tries}.go")) == Outcome(0, None, (), False)
+    assert tries.read_text().count("\n") >= 4
+
+
+def _run_with_host_b_lost(made: Runner, go: Path) -> Outcome:
+    """Run, and make the file that its second host waits for once hosts may be replaced."""
+    release = threading.Thread(target=_when, args=(lambda: made._replaces, go))
     release.start()
     done = made.run()
     release.join()
-    assert done == Outcome(0, None, (), False)
-    assert tries.read_text().count("\n") >= 4
+    return done
 
 
 def _when(holds: Callable[[], bool], path: Path) -> None:
