@@ -35,6 +35,7 @@ from megalite.runtime.checkpoint.hf.source import HFSource
 from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.data import Rows
+from tests.limits import GIVES_BACK
 from tests.parity.jobs import make_config, start
 from tests.rows import always_run
 from tests.unit.checkpoint.hf_models import (
@@ -742,7 +743,7 @@ def test_links_of_the_hub_cache(models: Any, tmp_path: Path) -> None:
 def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
     """A model of 24 tensors of 16 MiB: import and export stay below two tensors and a buffer above the start."""
     code = """
-import json, resource, sys, torch
+import json, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
 from megalite.core.mesh.grid import Grid
@@ -753,6 +754,7 @@ from megalite.runtime.checkpoint.hf.packing import file_tensors
 from megalite.core.options.model import ModelConfig
 from megalite.core.parts.families import FAMILIES
 from megalite.core.model.parameters import param_map
+from tests.limits import memory_limit
 root = Path(sys.argv[1])
 cfg = ModelConfig(num_layers=2, hidden_size=1024, num_heads=8, ffn_hidden_size=4096, vocab_size=4096, seq_len=64)
 (root / "hf").mkdir()
@@ -763,19 +765,15 @@ for spec in param_map(cfg).values():
 index = {p.stem: p.name for p in (root / "hf").glob("*.safetensors")}
 (root / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 (root / "hf" / "config.json").write_text(json.dumps(write_config(cfg, "float32", {})))
-def rss(): return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
-def reset(): Path("/proc/self/clear_refs").write_text("5")
-import_hf(root / "hf", root / "warm"); reset()
-out = []
-for act in (lambda: import_hf(root / "hf", root / "ckpt"), lambda: export_hf(root / "ckpt", root / "out")):
-    reset(); before = rss(); act(); out.append(rss() - before)
-print(json.dumps(out))
+import_hf(root / "hf", root / "warm")
+largest = 2 * 4096 * 1024 * 4  # gate_up_proj, 32 MiB
+with memory_limit(2 * largest + (24 << 20)):
+    import_hf(root / "hf", root / "ckpt")
+    export_hf(root / "ckpt", root / "out")
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    command, env = [sys.executable, "-c", code, str(tmp_path)], {**os.environ, **GIVES_BACK}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    largest = 2 * 4096 * 1024 * 4  # gate_up_proj, 32 MiB
-    for grown in json.loads(done.stdout.splitlines()[-1]):
-        assert grown < 2 * largest + (24 << 20), grown
 
 
 # transformers 4.57 leaves mscale_all_dim out of DeepSeek-V2's softmax scale, and ignores Llama 4's attention_bias.

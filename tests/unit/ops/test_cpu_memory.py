@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from megalite.core.ops.cpu_memory import keep_freed_memory
+from tests.limits import GIVES_BACK
 
 _FAULTS = """
 import resource, sys, torch
@@ -29,8 +30,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def _faults(mode: str) -> int:
-    # A fixed threshold: left to itself glibc moves it as it goes, and the count with it.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    env = {**os.environ, **GIVES_BACK}
     done = subprocess.run([sys.executable, "-c", _FAULTS, mode], capture_output=True, text=True, check=True, env=env)
     return int(done.stdout)
 

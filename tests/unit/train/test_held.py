@@ -56,6 +56,10 @@ class Guard:
     def keeps(self, rank: int) -> list[int]:
         return [number for number, _ in dict(self.held.answer(0).kept).get(rank, [])]
 
+    def lends(self, rank: int) -> int:
+        """How many guards read copies of a rank, which stay for as long."""
+        return self.held.keeper._wards[0, rank].readers
+
     def until(self, condition: Callable[..., object]) -> None:
         deadline = time.monotonic() + 120
         while not condition():
@@ -206,7 +210,7 @@ def test_a_rank_moves_to_another_guard() -> None:
     assert other.keeps(0) == [1, 2]
     other.trains()
     mine.held._sender.close()
-    heir.until(lambda: other.held.keeper._wards[0, 0].connection is None)
+    heir.until(lambda: other.held.keeper._wards[0, 0].connection is None and not other.lends(0))
     for number in range(4):
         other.commits(number, round_=1)
     assert not other.held.answer(0).kept
@@ -231,6 +235,7 @@ def test_copies_of_an_earlier_layout_are_lent_until_the_third_in_the_new_one() -
             with closing(offsite.Borrowed(("127.0.0.1", keeper.port), "secret", 0, 0, 2)) as copy:
                 assert copy.copy.step == 2
                 assert copy.read(100, 300) == bytes([2]) * 300
+            mine.until(lambda keeper=keeper: not keeper.lends(0))
         number = mine.commits(count, round_=1)
         mine.until(lambda number=number: number in mine.kept)
     assert not mine.held.answer(1).lent

@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from megalite.core.mesh.grid import Grid  # noqa: E402
 from megalite.extras.estimate import rank  # noqa: E402
 from megalite.extras.estimate.tracker import Tracker, arguments  # noqa: E402
+from megalite.extras.tool import run_tool  # noqa: E402
 from megalite.runtime.options import cli  # noqa: E402
 
 # What `torch.use_deterministic_algorithms` lists as raising on a GPU, whatever the arguments; others by theirs, below.
@@ -71,4 +72,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # Which ends the process without waiting for threads of the autograd engine.
+    run_tool(main)
