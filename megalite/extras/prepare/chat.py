@@ -1,8 +1,9 @@
 """Conversations as training data: the text of a chat template, and which of its tokens are learned.
 
 A record is `{"messages": [{"role", "content"}]}` (also under `conversations`), ShareGPT's
-`{"conversations": [{"from", "value"}]}`, `{"prompt", "completion"}`, texts or lists of messages, or Alpaca's
-`{"instruction", "input", "output"}`: see `messages`. `{"text"}` is plain text, all of which is learned.
+`{"conversations": [{"from", "value"}]}`, `{"prompt", "completion"}`, texts or lists of messages, Alpaca's
+`{"instruction", "input", "output"}`, or Dolly's `{"instruction", "context", "response"}`: see `messages`. `{"text"}` is
+plain text, all of which is learned.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _ROLE = re.compile(r"</?(user|assistant|system|human|bot|model|tool)>", re.IGNOR
 _KNOWN_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
 """Keys of messages that are used, or that many templates do without."""
 
-_FORMS = {"messages", "conversations", "prompt", "completion", "instruction", "output"}
+_FORMS = {"messages", "conversations", "prompt", "completion", "instruction", "output", "response"}
 
 
 def turn_ends(tokenizer: Tokenizer) -> dict[str, int]:

@@ -60,8 +60,8 @@ def _preprocess(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="records are conversations: messages, conversations (ShareGPT too), prompt and completion, or instruction "
-        "and output (Alpaca); text is learned as a whole",
+        help="records are conversations: messages, conversations (ShareGPT too), prompt and completion, or "
+        "instructions with answers (Alpaca, Dolly); text is learned as a whole",
     )
     parser.add_argument(
         "--pairs",

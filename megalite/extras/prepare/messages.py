@@ -14,6 +14,9 @@ _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_
 _LEARNED = ("weight", "loss_weight", "loss", "train", "training", "masked")
 """Keys of messages that say whether a turn is learned: OpenAI's, Mistral's and Together's, then those of trainers."""
 
+_INSTRUCTIONS = (("input", "output"), ("context", "response"))
+"""What goes below an instruction, and its answer: Alpaca's names, Dolly's."""
+
 Message = dict[str, Any]
 
 
@@ -62,10 +65,11 @@ def messages_of(record: dict[str, Any], key: str | None = None) -> list[Message]
         for name, role in (("prompt", "user"), ("completion", "assistant")):
             content = record[name]
             turns += content if isinstance(content, list) else [{"role": role, "content": content}]
-    if turns is None and key is None and "instruction" in record and "output" in record:
-        turns = _alpaca(record)
+    if turns is None and key is None and "instruction" in record:
+        names = next((names for names in _INSTRUCTIONS if names[1] in record), None)
+        turns = names and _instruction(record, *names)
     if turns is None:
-        forms = "messages, nor conversations, nor prompt and completion, nor instruction and output, nor text"
+        forms = "messages, nor conversations, nor prompt and completion, nor instruction and an answer, nor text"
         raise BadConversation(f"the record has {f'no {key} (--key)' if key else f'neither {forms}'}")
     turns = _from_json(turns)
     if not isinstance(turns, list) or not turns:
@@ -164,15 +168,15 @@ def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, **parsed}
 
 
-def _alpaca(record: dict[str, Any]) -> list[Message]:
-    """Return the turns of an Alpaca record; `history`, pairs of earlier turns, is LLaMA-Factory's."""
+def _instruction(record: dict[str, Any], given: str, answer: str) -> list[Message]:
+    """Return the turns of a record with an instruction; `history`, pairs of earlier turns, is LLaMA-Factory's."""
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise BadConversation("history must be a list of pairs [instruction, answer]")
     question = record["instruction"]
-    if isinstance(question, str) and isinstance(record.get("input"), str) and record["input"]:
-        question = f"{question}\n{record['input']}" if question else record["input"]
-    pairs = [*history, (question, record["output"])]
+    if isinstance(question, str) and isinstance(record.get(given), str) and record[given]:
+        question = f"{question}\n{record[given]}" if question else record[given]
+    pairs = [*history, (question, record[answer])]
     return [{"role": role, "content": content} for pair in pairs for role, content in zip(("user", "assistant"), pair)]
 
 

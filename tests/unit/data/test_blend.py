@@ -70,7 +70,10 @@ def test_any_position_equals_the_literal_rule_whatever_was_asked_before(
         assert BlendOrder(weights, run).locate(position) == expected[position]
 
 
-@pytest.mark.parametrize("weights", [[0.7, 0.3], [1, 1, 1], [1234567, 89012, 345], [0.05] * 20])
+# The last: the number of tokens of each of 80 sources.
+@pytest.mark.parametrize(
+    "weights", [[0.7, 0.3], [1, 1, 1], [1234567, 89012, 345], [0.05] * 20, [10.0**9 / (1 + i) for i in range(80)]]
+)
 def test_reading_forwards_equals_the_literal_rule(run: BlendRule, weights: list[float]) -> None:
     order = BlendOrder(weights, run)
     assert [order.locate(i) for i in range(20_000)] == literal_rule(weights, 20_000)

@@ -30,7 +30,8 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_every_form_of_a_line(tmp_path: Path) -> None:
-    text = "# cluster\n\nnode1 slots=2\t# the master\n  node2:3\nnode-3.example.org#none\nnode4 \tslots=1\r\n"
+    # Pages that people copy from write a space as U+00A0.
+    text = "# cluster\n\nnode1\xa0slots=2\t# the master\n  node2:3\nnode-3.example.org#none\nnode4 \tslots=1\r\n"
     assert parse_hostfile(write(tmp_path, text)) == [
         Host("node1", (0, 1)),
         Host("node2", (0, 1, 2)),

@@ -156,7 +156,11 @@ def test_every_form_of_record_gives_the_same_tokens(folder: Path, tmp_path: Path
     assert read(folder, tmp_path / "b")[3] == 50
     convert(folder, [{"prompt": "hi", "completion": "yo"}], tmp_path / "c")
     assert read(folder, tmp_path / "c")[1] == "yo<|im_end|>"
-    convert(folder, [{"instruction": "sum", "input": "1 1", "output": "2"}], tmp_path / "d")
+    alpaca = {"instruction": "sum", "input": "1 1", "output": "2"}
+    dolly = {"instruction": "sum", "context": "1 1", "response": "2", "category": "closed_qa"}
+    nulls = {"instruction": "sum\n1 1", "input": None, "output": "2", "system": None, "history": None}
+    convert(folder, [alpaca, dolly, nulls], tmp_path / "d")
+    assert len({read(folder, tmp_path / "d", i) for i in range(3)}) == 1
     assert read(folder, tmp_path / "d")[:2] == (
         "<|im_start|>user\nsum\n1 1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>",
         "2<|im_end|>",
