@@ -38,7 +38,11 @@ MODELS_OF_HF = (*FAMILIES, "opt_350m")
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [{"tp": 2, "sequence_parallel": False}, {"pp": 2, "schedule": "zb-h1"}],
-    4: [{"tp": 2, "cp": 2, "cp_comm": "ring"}, {"tp": 2, "zero": 3, "zero_whole_below": 500}],
+    4: [
+        {"tp": 2, "cp": 2, "cp_comm": "ring"},
+        {"tp": 2, "zero": 3, "zero_whole_below": 500},
+        {"pp": 2, "zero": 2, "schedule": "gpipe"},
+    ],
 }
 
 
