@@ -218,13 +218,16 @@ def test_a_master_that_does_not_resolve() -> None:
 
 
 def test_the_ranks_of_pretrain_gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they find themselves ends in the same way: one line, from rank 0."""
+    """What they find themselves ends in the same way: one line, from rank 0; a line about a file comes once."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}')
     words = ["--nproc", "1", "--device", "cpu", "--data", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run")]
-    started = Started(tmp_path, words)
+    started = Started(tmp_path, [*words, "--deepspeed-config", str(file)])
     assert started.end() == 2
-    assert started.err().startswith(f"error: data prefix {tmp_path / 'none'}: ")
-    assert started.err().count("\n") == 1
+    note, error = started.err().splitlines()
+    assert note.startswith(f"{file}: has no zero_optimization: ")
+    assert error.startswith(f"error: data prefix {tmp_path / 'none'}: ")
 
 
 def test_ranks_save_and_leave_when_their_launcher_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,16 @@ def read_accelerate(path: Path, flags: Layer, lower: Mapping[str, Any]) -> ToolF
         rule = "must be NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM"
         file.refuse("distributed_type", kind, rule, "choose one of these")
     _parallelism(file)
+    if not file.batch and "global_batch_size" not in file.flags:
+        file.notes.append(
+            "has no gradient_accumulation_steps: --global-batch-size stays as it is "
+            f"({file.lower['global_batch_size']}). Accelerate trains on a batch of the script in one pass"
+        )
+    if "clip_grad" not in file.layer.keys() | file.flags.keys():
+        file.notes.append(
+            f"has no gradient_clipping: --clip-grad stays as it is ({file.lower['clip_grad']}). With Accelerate the "
+            "script clips, or nobody does"
+        )
     for other, block in _BLOCKS.items():
         if other != kind:
             file.drop(block, ignored=True)

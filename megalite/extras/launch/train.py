@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
     nproc = args.nproc if args.nproc is not None else torch.cuda.device_count() or 1
     _check(args, nproc)
+    logger.setLevel(logging.ERROR)  # rank 0 says the rest, once
     check_layout(script, args.nnodes * nproc, read_model=hf_model_config)
     setup_logging(rank=0)
     if args.nproc is None:

@@ -555,6 +555,15 @@ def test_files_of_accelerate(accelerate: Any, tree: dict[str, Any], expected: di
     assert options(accelerate(tree, world=tree.get("num_processes", 4))) == expected
 
 
+def test_what_a_script_of_accelerate_would_say(accelerate: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Its passes and its clipping: neither is in the file."""
+    accelerate({"gradient_accumulation_steps": 4, "gradient_clipping": 0.5})
+    assert "stays as it is" not in caplog.text
+    accelerate({})
+    assert "--global-batch-size stays as it is (8)" in caplog.text
+    assert "--clip-grad stays as it is (1.0)" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
