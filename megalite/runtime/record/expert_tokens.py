@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from megalite.core.base.log import logger
+from megalite.runtime.record.metrics import lacks_newline
 
 if TYPE_CHECKING:  # readers of the file know its name without torch
     from megalite.core.engine import Engine
@@ -36,8 +37,10 @@ class ExpertTokens:
             return
         tokens = [[round(count) for count in layer] for layer in figures.tokens.tolist()]
         try:
+            broken = self._path.exists() and lacks_newline(self._path)
             with self._path.open("a") as file:
-                file.write(json.dumps({"step": step, "layers": figures.layers, "tokens": tokens}) + "\n")
+                line = json.dumps({"step": step, "layers": figures.layers, "tokens": tokens})
+                file.write("\n" * broken + line + "\n")
         except OSError as e:
             logger.warning(f"{self._path} cannot be written ({e.strerror}): no more tokens of experts are")
             self._writes = False

@@ -178,7 +178,7 @@ class MetricsLogger:
 def _open_for_append(path: Path) -> Any:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        broken = path.exists() and _lacks_newline(path)
+        broken = path.exists() and lacks_newline(path)
         # Unbuffered: a line is on disk when its write returns, and a partial write is noticed.
         file = path.open("ab", buffering=0)
         if broken:
@@ -192,7 +192,8 @@ def _open_for_append(path: Path) -> Any:
     return file
 
 
-def _lacks_newline(path: Path) -> bool:
+def lacks_newline(path: Path) -> bool:
+    """Whether a file ends in the middle of a line: a crash, or a full disk, while it was written."""
     with path.open("rb") as f:
         if f.seek(0, 2) == 0:
             return False

@@ -22,13 +22,16 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.extras.view.metrics import read_metrics
+from megalite.runtime.record.expert_tokens import ExpertTokens
 from megalite.runtime.record.metrics import MetricsLogger, duration, json_line
 from megalite.runtime.record.trackers import BackgroundTracker, Tracker
 
@@ -466,3 +469,19 @@ def test_memory_of_a_rank_is_its_own() -> None:
     )
     peak = int(subprocess.run([sys.executable, "-c", large], capture_output=True, text=True, check=True).stdout)
     assert 50 << 20 < peak < 1 << 30
+
+
+def test_a_torn_line_of_experts_spoils_no_other(tmp_path: Path) -> None:
+    run = SimpleNamespace(folder=tmp_path, log_every=1)
+    cfg, ctx = SimpleNamespace(run=run, train=SimpleNamespace(train_steps=4)), SimpleNamespace(rank=0)
+    engine: Any = SimpleNamespace(cfg=cfg, ctx=ctx)
+    figures: Any = SimpleNamespace(layers=[1], tokens=torch.tensor([[3.0, 5.0]]))
+    ExpertTokens(engine).write(1, figures)
+    path = tmp_path / "experts.jsonl"
+    path.write_text(path.read_text() + '{"step": 2, "lay')
+    for step in (2, 3):
+        ExpertTokens(engine).write(step, figures)
+    first, _, *rest = path.read_text().splitlines()
+    assert [json.loads(line) for line in (first, *rest)] == [
+        {"step": step, "layers": [1], "tokens": [[3, 5]]} for step in (1, 2, 3)
+    ]

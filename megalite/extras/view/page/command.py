@@ -49,6 +49,8 @@ def main(argv: Sequence[str]) -> None:
     require((args.html is None) != (args.serve is None), "megalite view", "needs --html F or --serve", "give one")
     named = args.html is None or args.html.name
     require(bool(named), f"--html {args.html}", "names no file", "add a name, such as run.html")
+    folder = args.html.parent if args.html is not None else Path()
+    require(folder.is_dir(), f"--html {args.html}", f"there is no folder {folder}", "make it first")
     require(args.max_points >= 100, f"--max-points {args.max_points}", "must be at least 100", "drop it")
     for run in args.runs:
         if not (run / METRICS_FILE).exists() and not (run / "config.yaml").exists():
