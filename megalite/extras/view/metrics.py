@@ -15,6 +15,8 @@ from megalite.runtime.record.metrics import METRICS_FILE
 # Bytes of a file and of a line that are read; a step has some 500.
 MOST_METRICS, _LONGEST_LINE = 4 << 30, 1 << 20
 _MOST_WARNINGS = 10
+EVALUATIONS = ("eval", "eval_tasks")
+"""Events with figures of the model after a step."""
 # JSON's whole numbers have no end, floats do.
 _LARGEST_COUNT = 2**63
 _T = TypeVar("_T")
@@ -49,7 +51,7 @@ def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
 def up_to(step: int, steps: dict[int, _T], events: list[dict[str, Any]]) -> tuple[dict[int, _T], list[dict[str, Any]]]:
     """Drop what an earlier attempt did after the step at which another begins: it is no longer part of the run."""
     kept = {s: value for s, value in steps.items() if s <= step}
-    return kept, [e for e in events if e["event"] != "eval" or (step_of(e) or 0) <= step]
+    return kept, [e for e in events if e["event"] not in EVALUATIONS or (step_of(e) or 0) <= step]
 
 
 def _records(run_dir: Path, path: Path) -> Iterator[dict[str, Any]]:

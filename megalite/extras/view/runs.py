@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.core.base.errors import UserError
-from megalite.extras.view.metrics import read_metrics
+from megalite.extras.view.metrics import EVALUATIONS, read_metrics
 from megalite.extras.view.picture import picture_errors
 from megalite.runtime.record.metrics import METRICS_FILE
 
@@ -33,11 +33,13 @@ class PlottedRun:
         name: legend.
         steps: records by step, the last of each.
         evals: evaluation events, the last of each step.
+        tasks: those of `--eval-tasks`, likewise.
     """
 
     name: str
     steps: list[dict[str, Any]]
     evals: list[dict[str, Any]]
+    tasks: list[dict[str, Any]]
 
     def xs(self, x: str) -> list[float]:
         """Return the place of every step on the axis: its number, tokens consumed, or hours of step time so far."""
@@ -69,9 +71,13 @@ def load_runs(folders: Sequence[Path], x: str) -> list[PlottedRun]:
         needed = {"tokens": "consumed_tokens", "time": "step_time_s"}.get(x)
         if needed and any(not isinstance(r.get(needed), (int, float)) for r in steps):
             raise UserError(f"--x {x}", f"{folder / METRICS_FILE} has steps without {needed}", "use --x step")
-        evals = {e["step"]: e for e in events if e["event"] == "eval" and isinstance(e.get("step"), int)}
-        runs.append(PlottedRun(name, steps, [evals[s] for s in sorted(evals)]))
+        runs.append(PlottedRun(name, steps, *(_last_of_steps(events, kind) for kind in EVALUATIONS)))
     return runs
+
+
+def _last_of_steps(events: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    by_step = {e["step"]: e for e in events if e["event"] == kind and isinstance(e.get("step"), int)}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def names_of_runs(folders: Sequence[Path]) -> list[str]:
@@ -81,38 +87,56 @@ def names_of_runs(folders: Sequence[Path]) -> list[str]:
 
 
 def draw(runs: Sequence[PlottedRun], x: str) -> Figure:
-    """Draw a large panel with losses; below it learning rate and gradient norm."""
+    """Draw a large panel with losses; below it learning rate, gradient norm and what tasks say."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
+    tasks = _metrics_of_tasks(runs)
+    rows = 3 if tasks else 2
+    figure = Figure(figsize=(10, 3.5 + 2 * rows), layout="constrained")
+    grid = figure.add_gridspec(rows, 2, height_ratios=(2, 1, 1)[:rows])
     loss = figure.add_subplot(grid[0, :])
     lr = figure.add_subplot(grid[1, 0], sharex=loss)
     norm = figure.add_subplot(grid[1, 1], sharex=loss)
+    panels = {"loss": loss, "learning rate": lr, "gradient norm before clipping": norm}
+    for i, title in enumerate(tasks):
+        panels[title] = figure.add_subplot(grid[2, i] if len(tasks) > 1 else grid[2, :], sharex=loss)
     unit, scale = _time_unit(runs) if x == "time" else ("", 1.0)
     for i, run in enumerate(runs):
         color = _COLORS[i % len(_COLORS)]
         xs = [value * scale for value in run.xs(x)]
         _curve(loss, xs, _values(run.steps, "loss"), color, run.name)
-        _eval_points(loss, run, xs, color)
+        _eval_points(loss, run, xs, run.evals, "loss", color, f"{run.name}, evaluation")
         lr.plot(xs, _values(run.steps, "lr"), color=color, linewidth=1.4)
         _curve(norm, xs, _values(run.steps, "grad_norm"), color)
-    for axes, title in ((loss, "loss"), (lr, "learning rate"), (norm, "gradient norm before clipping")):
+        for title, names in tasks.items():
+            for k, name in enumerate(names):
+                color = _COLORS[(i * len(names) + k) % len(_COLORS)]
+                _eval_points(panels[title], run, xs, run.tasks, name, color, f"{run.name}, {name}")
+    label = X_LABELS[x] + (f" ({unit})" if unit else "")
+    for title, axes in panels.items():
         axes.set_title(title, loc="left", fontsize=11)
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.01)
-    loss.set_ylabel("nats per token")
-    label = X_LABELS[x] + (f" ({unit})" if unit else "")
-    for axes in (loss, lr, norm):
         axes.set_xlabel(label)
         if x == "tokens":
             axes.xaxis.set_major_formatter(_tokens)
+        if title not in ("learning rate", "gradient norm before clipping"):
+            axes.legend(frameon=False, fontsize=10 if axes is loss else 8)
+    loss.set_ylabel("nats per token")
     lr.yaxis.set_major_formatter(lambda value, _position: f"{value:.1e}" if value else "0")
     _log_scale_if_wide(norm, runs)
-    loss.legend(frameon=False, fontsize=10)
     return figure
+
+
+def _metrics_of_tasks(runs: Sequence[PlottedRun]) -> dict[str, list[str]]:
+    """Return title of a panel -> metrics of tasks (task/metric) that it shows, without their standard errors."""
+    told = sorted({name for run in runs for event in run.tasks for name in event})
+    names = [name for name in told if "/" in name and not name.endswith("_stderr")]
+    shares = [name for name in names if name.partition("/")[2].startswith("acc")]
+    panels = {"tasks: share of right answers": shares, "tasks: perplexity": [n for n in names if n not in shares]}
+    return {title: names for title, names in panels.items() if names}
 
 
 def _values(records: Sequence[dict[str, Any]], name: str) -> list[float]:
@@ -142,21 +166,23 @@ def _medians(xs: list[float], ys: list[float]) -> tuple[list[float], list[float]
     return [xs[i] for i in places], out
 
 
-def _eval_points(axes: Axes, run: PlottedRun, xs: list[float], color: str) -> None:
+def _eval_points(
+    axes: Axes, run: PlottedRun, xs: list[float], events: list[dict[str, Any]], field: str, color: str, label: str
+) -> None:
     place = {record["step"]: at for record, at in zip(run.steps, xs)}
     # An evaluation before the first step stands at the left end.
-    points = [(place.get(e["step"], xs[0]), e) for e in run.evals if e["step"] in place or e["step"] == 0]
+    points = [(place.get(e["step"], xs[0]), e) for e in events if field in e and (e["step"] in place or e["step"] == 0)]
     if points:
         axes.plot(
             [at for at, _ in points],
-            _values([e for _, e in points], "loss"),
+            _values([e for _, e in points], field),
             color=color,
             linestyle="--",
             linewidth=1,
             marker="o",
             markersize=5,
             markeredgecolor="white",
-            label=f"{run.name}, evaluation",
+            label=label,
         )
 
 

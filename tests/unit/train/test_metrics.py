@@ -447,6 +447,7 @@ def test_an_abandoned_attempt_is_not_mixed_in(tmp_path: Path) -> None:
     lines = [
         *({"step": s, "loss": 1.0} for s in range(1, 6)),
         {"event": "eval", "step": 4, "loss": 1.0},
+        {"event": "eval_tasks", "step": 4, "piqa/acc": 1.0},
         {"event": "resume", "step": 2},
         {"step": 3, "loss": 2.0},
     ]

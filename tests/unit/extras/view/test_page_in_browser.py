@@ -313,7 +313,9 @@ def test_two_runs_lie_over_each_other(browser: Any, run: Path, tmp_path: Path) -
     other = tmp_path / "other"
     other.mkdir()
     lines = [{"event": "start", "step": 0}, *({"step": s, "loss": float(s)} for s in (2, 5, 9, 12))]
+    lines += [{"event": "eval_tasks", "step": s, "piqa/acc": s / 20, "piqa/acc_stderr": 0.1} for s in (5, 12)]
     lines += [{"event": "resume", "step": 9}, {"step": 10, "loss": -1.0}]
+    lines += [{"event": "eval_tasks", "step": 10, "piqa/acc": 0.75, "piqa/acc_stderr": 0.1}]
     (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "both.html"
     main([str(run), str(other), "--html", str(out), "--no-estimate"])
@@ -323,6 +325,10 @@ def test_two_runs_lie_over_each_other(browser: Any, run: Path, tmp_path: Path) -
     assert [it.value("loss", x, 2) for x in (2, 5, 9, 10)] == [2, 5, 9, -1]
     first = next(line["loss"] for line in metrics(run) if line.get("step") == 2 and "event" not in line)
     assert it.value("loss", 2) == pytest.approx(first, rel=1e-6)
+    # A chart for each metric of a task; that of step 12 is of an attempt that was given up.
+    assert it.curve("piqa/acc")["runs"] == ["other evaluation"]
+    assert it.curve("piqa/acc")["points"] == 2
+    assert [it.value("piqa/acc", step) for step in (5, 10)] == [0.25, 0.75]
     it.select("Run of all views", "1")
     it.open("memory")
     assert "could not be made" in it.page.inner_text("main")

@@ -60,6 +60,18 @@ def test_losses_and_evaluations_of_several_runs(tmp_path: Path) -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["a", "a, evaluation", "b"]
 
 
+def test_metrics_of_tasks_have_panels(tmp_path: Path) -> None:
+    """Without their standard errors; a run that has none stays out."""
+    tasks = [{"piqa/acc": 0.5 + step / 10, "piqa/acc_stderr": 9.0, "wiki/word_perplexity": 7.0} for step in (1, 3)]
+    lines = [json.dumps({"event": "eval_tasks", "step": 2 * i + 1, **told}) for i, told in enumerate(tasks)]
+    first, second = write_run(tmp_path / "a", [4.0, 3.0, 2.0], tuple(lines)), write_run(tmp_path / "b", [5.0])
+    figure = draw(load_runs([first, second], "step"), "step")
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles[3:] == ["tasks: share of right answers", "tasks: perplexity"]
+    assert curves(figure, 3) == {"a, piqa/acc": ([1.0, 3.0], [0.6, 0.8])}
+    assert curves(figure, 4) == {"a, wiki/word_perplexity": ([1.0, 3.0], [7.0, 7.0])}
+
+
 def test_a_step_run_again_counts_with_its_last_line(tmp_path: Path) -> None:
     again = json.dumps({"step": 2, "loss": 8.0, "grad_norm": 1.0, "lr": 1.0})
     figure = draw(load_runs([write_run(tmp_path / "a", [4.0, 3.0, 2.0], (again,))], "step"), "step")

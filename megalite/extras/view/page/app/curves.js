@@ -1,10 +1,12 @@
 // Curves of all runs over each other, with events on them.
 
 const USUAL = ["loss", "grad_norm", "lr", "tokens_per_s", "memory_gib", "data_wait_s"];
+// Charts of tasks that are shown at once; the list has the others.
+const MOST_TASKS = 6;
 const UNITS_OF = { tokens_per_s: "tokens/s", memory_gib: "GiB", data_wait_s: "s", step_time_s: "s", tflops_per_gpu: "TFLOP/s" };
 // Letters on the lines of events: never by color alone.
 const EVENTS = {
-  save: "S", save_model: "M", eval: "E", resume: "R", start: "0", recovery: "!", spike: "^", rewind: "<", straggler: "s",
+  save: "S", save_model: "M", eval: "E", eval_tasks: "T", resume: "R", start: "0", recovery: "!", spike: "^", rewind: "<", straggler: "s",
   resize: "N", replay: "r", nonfinite: "×", batch_size: "B",
 };
 const MARKED = ["save", "resume", "recovery", "spike", "rewind", "straggler", "resize", "replay", "nonfinite", "batch_size"];
@@ -71,6 +73,19 @@ function eventsOf(run) {
   return run.allEvents;
 }
 
+// Points of an evaluation: [step, value], the last of each step. The loss is that of eval; task/metric are of tasks.
+function evaluations(run, name) {
+  const [kind, field] = name === "loss" ? ["eval", "loss"] : ["eval_tasks", name];
+  const told = run.curves.events.filter((e) => e.event === kind && typeof e[field] === "number" && typeof e.step === "number");
+  return [...new Map(told.map((e) => [e.step, e[field]]))].sort((a, b) => a[0] - b[0]);
+}
+
+// Metrics of tasks, without their standard errors.
+function metricsOfTasks(runs) {
+  const told = runs.flatMap((run) => run.curves.events.filter((e) => e.event === "eval_tasks"));
+  return [...new Set(told.flatMap(Object.keys))].filter((name) => name.includes("/") && !name.endsWith("_stderr")).sort();
+}
+
 function curvesView(state) {
   const runs = state.data.runs.filter((run) => isThere(run.curves) && run.curves.points > 0);
   if (!runs.length) {
@@ -78,8 +93,10 @@ function curvesView(state) {
     return [missing(state.data.runs[0].curves)];
   }
   const names = new Set(runs.flatMap((run) => [...columnsOf(run).columns.keys()]));
+  const tasks = metricsOfTasks(runs);
   const others = [...names].filter((name) => !USUAL.includes(name) && !["time", "consumed_tokens"].includes(name)).sort();
-  const shown = USUAL.filter((name) => names.has(name));
+  others.push(...tasks.slice(MOST_TASKS));
+  const shown = [...USUAL.filter((name) => names.has(name)), ...tasks.slice(0, MOST_TASKS)];
   const marked = new Set(MARKED);
   const board = el("div", { class: "charts" });
   const settings = { axis: "step", log: false, marked, charts: [], board };
@@ -90,8 +107,11 @@ function curvesView(state) {
     for (const name of shown) board.append(chartOf(name, runs, settings));
   };
   state.refresh = () => {
-    // The same curves, longer; a run that got its first evaluation has one more.
-    if (!settings.charts.every((chart) => prolong(chart, runs, settings.axis))) draw();
+    // The same curves, longer; a run that got its first evaluation has one more, and its tasks have charts.
+    const more = metricsOfTasks(runs).filter((name) => !tasks.includes(name));
+    tasks.push(...more);
+    shown.push(...more);
+    if (more.length || !settings.charts.every((chart) => prolong(chart, runs, settings.axis))) draw();
   };
   state.drawn.curves = () => settings.charts.map(describeChart);
   const axes = [["step", t("step")], ["tokens", t("tokens")], ["time", t("time of day, hours")]];
@@ -134,14 +154,13 @@ function chartData(name, runs, axis) {
   const series = [];
   runs.forEach((run, i) => {
     const ys = columnsOf(run).columns.get(name);
-    if (!ys) return;
-    tables.push(rising(places(run, axis), ys));
-    series.push({ run, i, evaluation: false });
-    if (name !== "loss") return;
-    const evals = run.curves.events.filter((e) => e.event === "eval" && typeof e.loss === "number" && typeof e.step === "number");
-    if (!evals.length) return;
-    const byStep = [...new Map(evals.map((e) => [e.step, e.loss]))].sort((a, b) => a[0] - b[0]);
-    tables.push(rising(byStep.map(([step]) => placeOf(run, step, axis)), byStep.map(([, loss]) => loss)));
+    if (ys) {
+      tables.push(rising(places(run, axis), ys));
+      series.push({ run, i, evaluation: false });
+    }
+    const points = evaluations(run, name);
+    if (!points.length) return;
+    tables.push(rising(points.map(([step]) => placeOf(run, step, axis)), points.map(([, value]) => value)));
     series.push({ run, i, evaluation: true });
   });
   return { data: tables.length === 1 ? tables[0] : uPlot.join(tables), series };
