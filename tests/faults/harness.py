@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -30,12 +31,25 @@ def begin(zygote: Zygote, folder: Path, world: int, flags: list[str], *faults: d
     return zygote.start([*RUN, "--run-dir", str(folder / "run"), *flags], world, folder, *faults)
 
 
+Alone = Callable[..., Path]
+"""(world, flags) -> the folder of a run that nothing happens to; one for all tests of a module that ask for it."""
+
+
 @pytest.fixture(scope="module")
-def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    @functools.cache
+    def run(world: int, *flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("alone")
+        assert codes(begin(zygote, folder, world, [*flags]).end()) == [0] * world
+        return folder / "run"
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(alone: Alone) -> Path:
     """A run of two ranks that nothing happens to."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert codes(begin(zygote, folder, 2, []).end()) == [0, 0]
-    return folder / "run"
+    return alone(2)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

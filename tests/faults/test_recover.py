@@ -28,6 +28,7 @@ from tests.faults.harness import (
     RECOVER,
     RUN,
     STEPS,
+    Alone,
     begin,
     codes,
     committed,
@@ -41,10 +42,13 @@ from tests.faults.harness import (
     repeated,
     waits_at,
 )
+from tests.faults.harness import alone as alone
 from tests.faults.harness import whole as whole
 from tests.faults.zygote import WITHIN_S, Job, Zygote, members_of, processes_of, waiting_file
 from tests.ranks import ROOT, reserve_port
 from tests.rows import always_run
+
+CUT = ["--tp", "2", "--pp", "2"]
 
 
 def all_wait(at: int, path: Path) -> dict[str, Any]:
@@ -74,15 +78,14 @@ def expect(zygote: Zygote, run_dir: Path, whole: Path, ranks: list[int]) -> None
     nobody_is_left(zygote, run_dir.parent)
 
 
-def recovers(zygote: Zygote, folder: Path, world: int, flags: list[str], faults: list[dict[str, Any]]) -> Job:
+def recovers(
+    zygote: Zygote, folder: Path, world: int, flags: list[str], faults: list[dict[str, Any]], whole: Path
+) -> Job:
     """A run with these faults ends as the one that nothing happens to."""
-    assert codes(begin(zygote, folder / "whole", world, flags).end()) == [0] * world
-    job = begin(zygote, folder / "hit", world, [*flags, *RECOVER], *faults)
+    job = begin(zygote, folder, world, [*flags, *RECOVER], *faults)
     left = job.end()
     assert codes(left) == [0] * world, left
-    expect(
-        zygote, folder / "hit" / "run", folder / "whole" / "run", [fault["rank"] for fault in faults if "once" in fault]
-    )
+    expect(zygote, folder / "run", whole, [fault["rank"] for fault in faults if "once" in fault])
     return job
 
 
@@ -112,10 +115,12 @@ def test_rank_0_is_killed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
-def test_killed_in_other_layouts(zygote: Zygote, tmp_path: Path, layout: str, ranks: tuple[int, int]) -> None:
+def test_killed_in_other_layouts(
+    zygote: Zygote, tmp_path: Path, alone: Alone, layout: str, ranks: tuple[int, int]
+) -> None:
     """Every rank of every layout: `python -m tests.soak.recover --layout`."""
     faults = [kill(rank, at, tmp_path) for rank, at in zip(ranks, (2, 5))]
-    recovers(zygote, tmp_path, 4, layout.split(), faults)
+    recovers(zygote, tmp_path, 4, layout.split(), faults, alone(4, *layout.split()))
 
 
 @pytest.mark.full
@@ -214,27 +219,28 @@ def test_killed_while_weights_of_the_name_of_abandoned_ones_are_written(zygote: 
 
 
 @pytest.mark.full
-def test_five_random_kills(zygote: Zygote, tmp_path: Path) -> None:
+def test_five_random_kills(zygote: Zygote, tmp_path: Path, alone: Alone) -> None:
     """`python -m tests.soak.recover` kills hundreds, at any time."""
     draw = random.Random(29)
     steps = sorted(draw.sample(range(1, STEPS + 1), 5))
     places = [(draw.randrange(4), step, draw.choice(["step", "commit"])) for step in steps]
     faults = [kill(rank, step, tmp_path, place) for rank, step, place in places]
-    recovers(zygote, tmp_path, 4, ["--tp", "2", "--pp", "2"], faults)
+    recovers(zygote, tmp_path, 4, CUT, faults, alone(4, *CUT))
 
 
 @pytest.mark.full
-def test_killed_in_everything_that_a_step_does(zygote: Zygote, tmp_path: Path) -> None:
+def test_killed_in_everything_that_a_step_does(zygote: Zygote, tmp_path: Path, alone: Alone) -> None:
     """Before the first copy, in a step, in an evaluation, in a save, before a copy counts, in the last step; and a rank
     that loses a connection while all live, as it waits for its end."""
     places = [(0, 0, "commit"), (1, 2, "step"), (0, 3, "eval"), (1, 4, "save"), (0, 6, "commit"), (1, 8, "step")]
     faults = [kill(rank, at, tmp_path, place) for rank, at, place in places]
     faults.insert(5, kill(1, 7, tmp_path, kind="lose"))
-    recovers(zygote, tmp_path, 2, ["--eval-every", "3", "--eval-steps", "2"], faults)
+    flags = ["--eval-every", "3", "--eval-steps", "2"]
+    recovers(zygote, tmp_path, 2, flags, faults, alone(2, *flags))
 
 
 @pytest.mark.full
-def test_stopped_in_a_loop_and_with_the_interpreter_held(zygote: Zygote, tmp_path: Path) -> None:
+def test_stopped_in_a_loop_and_with_the_interpreter_held(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     """The watchdogs name the culprit alone; nobody else is killed for it before the guards do.
 
     One that stops where all is done, and its watchdog gone, is killed by its guard.
@@ -242,17 +248,16 @@ def test_stopped_in_a_loop_and_with_the_interpreter_held(zygote: Zygote, tmp_pat
     kinds = [(1, 3, "stop"), (0, 5, "loop"), (1, 7, "gil")]
     faults = [kill(rank, at, tmp_path, kind=kind) for rank, at, kind in kinds]
     faults.append(kill(1, 0, tmp_path, "end", "stop"))
-    job = recovers(zygote, tmp_path, 2, ["--watchdog-timeout", "5"], faults)
+    job = recovers(zygote, tmp_path, 2, ["--watchdog-timeout", "5"], faults, whole)
     said = job.text(0) + job.text(1)
     verdicts = [line.partition("; killing")[0] for line in said.splitlines() if "all ranks are waiting for " in line]
     assert ["waiting for rank 1" in v or "waiting for rank 0" in v for v in verdicts] == [True] * 3, said
 
 
 @pytest.mark.full
-def test_several_at_once_and_again_while_they_meet(zygote: Zygote, tmp_path: Path) -> None:
-    flags, go_on = ["--tp", "2", "--pp", "2"], tmp_path / "go on"
-    assert codes(begin(zygote, tmp_path / "whole", 4, flags).end()) == [0] * 4
-    job, run = begin(zygote, tmp_path / "hit", 4, [*flags, *RECOVER], waits_at(5, tmp_path)), tmp_path / "hit" / "run"
+def test_several_at_once_and_again_while_they_meet(zygote: Zygote, tmp_path: Path, alone: Alone) -> None:
+    whole, run, go_on = alone(4, *CUT), tmp_path / "run", tmp_path / "go on"
+    job = begin(zygote, tmp_path, 4, [*CUT, *RECOVER], waits_at(5, tmp_path))
 
     def kill_now(*ranks: int) -> None:
         for pid in [process_of(run, rank) for rank in ranks]:
@@ -275,7 +280,7 @@ def test_several_at_once_and_again_while_they_meet(zygote: Zygote, tmp_path: Pat
     go_on.touch()
     left = job.end()
     assert codes(left) == [0] * 4, left
-    assert outcome(run) == outcome(tmp_path / "whole" / "run")
+    assert outcome(run) == outcome(whole)
     assert len(events(run, "recovery")) >= 2
     nobody_is_left(zygote, tmp_path)
 
@@ -313,9 +318,8 @@ def test_a_bit_flips_in_a_copy(zygote: Zygote, tmp_path: Path, whole: Path, dama
 
 
 @pytest.mark.full
-def test_recoveries_are_used_up(zygote: Zygote, tmp_path: Path) -> None:
+def test_recoveries_are_used_up(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     """The last state is saved, and the run goes on elsewhere: in the same layout bit for bit, and in another one."""
-    assert codes(begin(zygote, tmp_path, 2, []).end()) == [0, 0]
     flags = [*RECOVER, "--max-recoveries", "1"]
     left = begin(zygote, tmp_path / "hit", 2, flags, kill(1, 3, tmp_path), kill(0, 6, tmp_path)).end()
     assert codes(left) == [75, 75], left
@@ -326,15 +330,15 @@ def test_recoveries_are_used_up(zygote: Zygote, tmp_path: Path) -> None:
     for name in ("other", "fewer"):
         shutil.copytree(tmp_path / "hit", tmp_path / name, symlinks=True)
     assert codes(begin(zygote, tmp_path / "hit", 2, flags).end()) == [0, 0]
-    assert outcome(tmp_path / "hit" / "run") == outcome(tmp_path / "run")
+    assert outcome(tmp_path / "hit" / "run") == outcome(whole)
     assert codes(begin(zygote, tmp_path / "other", 2, ["--tp", "2"]).end()) == [0, 0]
     # What a scheduler has left.
     assert codes(begin(zygote, tmp_path / "fewer", 1, ["--save-every", "0"]).end()) == [0]
-    other, fewer, whole = (
-        [line[1] for line in outcome(tmp_path / name / "run")[0]] for name in ("other", "fewer", ".")
+    other, fewer, expected = (
+        [line[1] for line in outcome(run)[0]] for run in (tmp_path / "other" / "run", tmp_path / "fewer" / "run", whole)
     )
-    assert other == pytest.approx(whole, rel=1e-5)
-    assert fewer == pytest.approx(whole, rel=1e-5)
+    assert other == pytest.approx(expected, rel=1e-5)
+    assert fewer == pytest.approx(expected, rel=1e-5)
     assert [f"step_{e['step']:08}" for e in events(tmp_path / "fewer" / "run", "resume")] == [max(saved)]
 
 
@@ -387,19 +391,18 @@ CURED = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", CURED, ids=str)
-def test_a_passing_fault_is_cured_and_named(zygote: Zygote, tmp_path: Path, row: tuple[Any, ...]) -> None:
+def test_a_passing_fault_is_cured_and_named(zygote: Zygote, tmp_path: Path, alone: Alone, row: tuple[Any, ...]) -> None:
     """Numbers spoiled once, in a gradient or between two steps: the run ends as the one that nothing happens to."""
     world, flags, place, rank, said = row
-    assert codes(begin(zygote, tmp_path / "whole", world, flags.split()).end()) == [0] * world
     fault = {"rank": rank, "kind": "", "place": place, "at": 4, "once": str(tmp_path / "once")}
-    left = begin(zygote, tmp_path / "hit", world, [*flags.split(), *RECOVER], fault).end()
+    left = begin(zygote, tmp_path, world, [*flags.split(), *RECOVER], fault).end()
     assert codes(left) == [0] * world, left
-    ((step, same, memory, gradients),) = replays(tmp_path / "hit" / "run")
+    ((step, same, memory, gradients),) = replays(tmp_path / "run")
     # Weights that are still being gathered when they change are wrong on other ranks, too.
     assert (step, same, memory or gradients) == (4, False, [rank])
     assert f"step 4 again, from the copy in memory: other bits: hardware; {said}" in left[0].err
-    assert outcome(tmp_path / "hit" / "run") == outcome(tmp_path / "whole" / "run")
-    assert not events(tmp_path / "hit" / "run", "recovery")
+    assert outcome(tmp_path / "run") == outcome(alone(world, *flags.split()))
+    assert not events(tmp_path / "run", "recovery")
 
 
 @pytest.mark.full

@@ -26,6 +26,7 @@ from tests.faults.harness import (
     repeated,
     waits_at,
 )
+from tests.faults.harness import alone as alone
 from tests.faults.harness import whole as whole
 from tests.faults.zygote import Zygote, members_of
 

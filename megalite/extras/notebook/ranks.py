@@ -137,7 +137,8 @@ def _serve(connection: Connection, rank: int, world: int, store: str, folder: st
     """
     # Objects of the imports need not be searched again in every process.
     gc.freeze()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    # No more than OMP_NUM_THREADS, by which torch has set its own.
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // world)))
     run_until_waiting()
     # Line by line, so that the output of a rank that dies is complete.
     out, err = (path.open("w", 1, "utf-8", "backslashreplace") for path in _files(store, rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from types import ModuleType
@@ -110,6 +111,14 @@ def test_classes_of_a_cell_travel_both_ways(cells: dict[str, Any]) -> None:
     for rank, (of_cell, of_argument) in enumerate(results):
         assert type(of_cell) is type(of_argument) is cells["Mine"]
         assert (of_cell.value.item(), of_argument.value) == (1 + rank, 10 + rank)
+
+
+def test_ranks_take_no_more_threads_than_the_environment_gives() -> None:
+    """A rank alone took all cores; on tiny tensors, and beside other work, its threads wait for each other."""
+    import torch
+
+    (threads,) = megalite.run_ranks(1, lambda rank: torch.get_num_threads())
+    assert threads <= int(os.environ["OMP_NUM_THREADS"])
 
 
 def test_closures_travel(cells: dict[str, Any]) -> None:
