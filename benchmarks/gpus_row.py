@@ -52,14 +52,20 @@ def row(**values: Any) -> None:
 def start(ranks: int, command: list[str]) -> int:
     """Start the ranks of one host; when one fails, end the others."""
     env = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-    processes = [
-        subprocess.Popen([sys.executable, *command], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-    waiting = list(processes)
+    with socket.socket() as reserved:
+        # Rank 0 listens there seconds later: until then nobody else is given a port that is bound.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", 0))
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved.getsockname()[1])}
+        return _wait(
+            [
+                subprocess.Popen([sys.executable, *command], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                for rank in range(ranks)
+            ]
+        )
+
+
+def _wait(waiting: list[subprocess.Popen[bytes]]) -> int:
     code = 0
     while waiting:
         for process in list(waiting):

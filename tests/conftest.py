@@ -148,7 +148,9 @@ def s3(s3_server: S3, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Itera
         yield s3_server
     said = "\n".join(record.getMessage() for when in ("setup", "call") for record in caplog.get_records(when))
     assert secrets_in(said.encode()) == []
-    assert [path for path in (s3_server.log, *tmp_path.rglob("*")) if secrets_in(path)] == []
+    # In which folders may still vanish: a process that is ended removes its own a moment later.
+    left = (Path(folder, name) for folder, _, names in os.walk(tmp_path) for name in names)
+    assert [path for path in (s3_server.log, *left) if secrets_in(path)] == []
 
 
 @pytest.fixture

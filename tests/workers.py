@@ -65,7 +65,6 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
-        self._jobs = 0
 
     def _grow(self, world: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -81,31 +80,37 @@ class WorkerPool:
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 400.0) -> list[Any]:
         """Run `fn(rank, *args)` on `world` ranks; results in rank order."""
-        self._grow(world)
-        self._jobs += 1
-        with tempfile.TemporaryDirectory() as folder:
-            job = (fn.__module__, fn.__name__, args, world, os.path.join(folder, "store"))
-            connections = [c for _, c in self._workers[:world]]
-            for connection in connections:
-                connection.send(job)
-            results: dict[int, Any] = {}
-            while len(results) < world:
-                ready = wait([c for i, c in enumerate(connections) if i not in results], timeout)
-                if not ready:
-                    self.close()
-                    missing = [i for i in range(world) if i not in results]
-                    raise WorkerError(f"ranks {missing} gave no result in {timeout} s")
-                for answered in ready:
-                    assert isinstance(answered, Connection)
-                    rank = connections.index(answered)
-                    try:
-                        ok, value = answered.recv()
-                    except (EOFError, ConnectionResetError):
-                        ok, value = False, f"rank {rank} died"
-                    if not ok:
-                        self.close()
-                        raise WorkerError(f"rank {rank}:\n{value}")
-                    results[rank] = value
+        # Whoever still holds a store of the group may write its file while the folder is being removed.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            try:
+                self._grow(world)
+                return self._run((fn.__module__, fn.__name__, args, world, os.path.join(folder, "store")), timeout)
+            except BaseException:
+                # Also where the test is ended from outside: the next one would get the results of this one.
+                self.close()
+                raise
+
+    def _run(self, job: tuple[str, str, tuple[Any, ...], int, str], timeout: float) -> list[Any]:
+        world = job[3]
+        connections = [c for _, c in self._workers[:world]]
+        for connection in connections:
+            connection.send(job)
+        results: dict[int, Any] = {}
+        while len(results) < world:
+            ready = wait([c for i, c in enumerate(connections) if i not in results], timeout)
+            if not ready:
+                missing = [i for i in range(world) if i not in results]
+                raise WorkerError(f"ranks {missing} gave no result in {timeout} s")
+            for answered in ready:
+                assert isinstance(answered, Connection)
+                rank = connections.index(answered)
+                try:
+                    ok, value = answered.recv()
+                except (EOFError, ConnectionResetError):
+                    ok, value = False, f"rank {rank} died"
+                if not ok:
+                    raise WorkerError(f"rank {rank}:\n{value}")
+                results[rank] = value
         return [results[i] for i in range(world)]
 
     def close(self) -> None:

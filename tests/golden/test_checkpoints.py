@@ -14,8 +14,8 @@ from tests.golden.states import digests, newest
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
-# A step in few bits differs from machine to machine.
-TOLERANCE = {"fp8": 2e-2, "fp16": 1e-3}
+# A step in few bits differs from machine to machine; the norm of the experts' gradients by 0.8e-5 on the second one.
+TOLERANCE = {"fp8": 2e-2, "fp16": 1e-3, "experts": 3e-5}
 
 
 def train(rank: int, **given: Any) -> list[list[float]]:

@@ -20,7 +20,8 @@ cmp whole.idx joined.idx
 # A bad record ends the run with its line, or is counted.
 if megalite preprocess --input bad.jsonl --tokenizer tok --out bad --workers 1 2>refused.txt; then exit 1; fi
 grep -q "^error: .*bad.jsonl" refused.txt
-megalite preprocess --input bad.jsonl --tokenizer tok --out bad --workers 1 --skip-bad | grep -q "2 bad"
+megalite preprocess --input bad.jsonl --tokenizer tok --out bad --workers 1 --skip-bad >skipped.txt
+grep -q "2 bad" skipped.txt
 megalite preprocess --chat --chat-template qwen2.5 --input chats.jsonl --tokenizer tok --out chats --workers 1
 run="python -m pretrain_gpt --preset tiny --seq-len 64 --train-steps 2 --device cpu --split 1,0,0 --tokenizer tok"
 $run --data 0.7 whole 0.3 bad --run-dir blend 2>&1 | tee blend.log

@@ -112,7 +112,8 @@ def whole(cfg: Config) -> dict[int, Tensors]:
     return out
 
 
-def assert_lines(lines: Lines, tensors: Tensors, what: str, rel: float = 1e-5) -> None:
+# After two updates by sums in another order, 0.9e-5 is measured.
+def assert_lines(lines: Lines, tensors: Tensors, what: str, rel: float = 3e-5) -> None:
     assert sorted(line["name"] for line in lines) == sorted(tensors), what
     for line in lines:
         x = tensors[line["name"]]

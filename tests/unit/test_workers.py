@@ -1,5 +1,10 @@
 """The pool of workers that the parity tests share."""
 
+from typing import Any
+
+import pytest
+
+from tests import workers
 from tests.workers import WorkerPool
 
 
@@ -11,3 +16,20 @@ def test_functions_that_send_nothing_end_on_all_ranks(pool: WorkerPool) -> None:
     # Without a barrier some rank in a hundred of these lost the connection that it was making to one that had left.
     for _ in range(30):
         assert pool.run(4, _returns_at_once) == [0, 1, 2, 3]
+
+
+def _named(rank: int, name: str) -> str:
+    return name
+
+
+def test_a_run_that_is_interrupted_leaves_no_result(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that takes too long is ended so; the next one got its results."""
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(2, _named, "first")
+    assert pool.run(2, _named, "second") == ["second"] * 2

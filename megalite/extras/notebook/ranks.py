@@ -106,24 +106,27 @@ def _repeat(files: tuple[Path, Path]) -> None:
 
 
 def _receive(ranks: dict[Connection, int], deadline: float) -> list[Any]:
-    """Wait for every rank's result."""
+    """Wait for every rank's result; of several failures the first is raised, as others follow from it."""
     done: dict[int, Any] = {}
     while len(done) < len(ranks):
         ready = wait([c for c, rank in ranks.items() if rank not in done], max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RuntimeError(f"ranks {sorted(set(ranks.values()) - set(done))} returned nothing in time")
+        failures: list[tuple[float, Exception]] = []
         for connection in ready:
             assert isinstance(connection, Connection)
             rank = ranks[connection]
             try:
-                failure, result = pickle.loads(connection.recv_bytes())
+                failure, result, at = pickle.loads(connection.recv_bytes())
             except EOFError:
-                raise RuntimeError(f"rank {rank} died") from None
+                failure, result, at = "died", None, 0.0
             if failure == "UserError":
-                raise UserError.from_message(result)
-            if failure:
-                raise RuntimeError(f"rank {rank} failed\n{result}")
+                failures.append((at, UserError.from_message(result)))
+            elif failure:
+                failures.append((at, RuntimeError(f"rank {rank} {failure}" + (f"\n{result}" if result else ""))))
             done[rank] = result
+        if failures:
+            raise min(failures, key=lambda failed: failed[0])[1] from None
     return [done[rank] for rank in range(len(done))]
 
 
@@ -151,16 +154,18 @@ def _serve(connection: Connection, rank: int, world: int, store: str, folder: st
                 dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
                 # A rank whose function returns at once must not leave while others still connect to it.
                 dist.barrier()
-                message = ("", function(rank, *args))
+                failure, result = "", function(rank, *args)
                 dist.destroy_process_group()
         except UserError as e:
-            message = ("UserError", str(e))
+            failure, result = "UserError", str(e)
         except BaseException:
-            message = ("failed", mask(traceback.format_exc()))
+            failure, result = "failed", mask(traceback.format_exc())
+    # Since the host began: the same clock on all ranks.
+    now = time.monotonic()
     try:
-        packed = _cloudpickle().dumps(message)
+        packed = _cloudpickle().dumps((failure, result, now))
     except Exception:
-        packed = pickle.dumps(("failed", mask(traceback.format_exc())))
+        packed = pickle.dumps(("failed", mask(traceback.format_exc()), now))
     connection.send_bytes(packed)
 
 

@@ -54,7 +54,8 @@ def test_attention_is_that_with_a_bias(documents: bool) -> None:
     seen = (distance <= 0) & ((at >= starts.T[..., None]) if documents else True)
     seen = seen[:, None] if documents else seen
     expected = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v.double()
-    torch.testing.assert_close(wide.double(), expected, rtol=1e-4, atol=1e-5)
+    # Scores of 150 have steps of 1.5e-5.
+    torch.testing.assert_close(wide.double(), expected, rtol=1e-4, atol=3e-5)
 
 
 @pytest.mark.parametrize("option", ["--attention-sinks", "--attention-softcap 30", "--seq-len 65537"])

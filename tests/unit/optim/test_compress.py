@@ -140,8 +140,9 @@ def test_orthonormal_columns_span_what_a_qr_spans() -> None:
     expected = [q @ q.t() for q in (torch.linalg.qr(p.double()).Q for p in matrices)]
     orthonormalize(matrices)
     for p, projection in zip(matrices, expected):
-        assert (p.t() @ p - torch.eye(4)).abs().max() < 1e-5
-        assert (p.double() @ p.double().t() - projection).abs().max() < 1e-5
+        # 6e-6 for the nearly dependent ones; orders of sums differ from machine to machine.
+        assert (p.t() @ p - torch.eye(4)).abs().max() < 3e-5
+        assert (p.double() @ p.double().t() - projection).abs().max() < 3e-5
     dependent = torch.randn(9, 1, generator=generator) * torch.ones(4)
     dependent[:, 3] = 0.0
     zero = torch.zeros(9, 4)

@@ -106,9 +106,11 @@ import sys
 from megalite.extras.estimate.guard import install_guard
 install_guard()
 from megalite.extras.estimate import command
+from megalite.extras.tool import run_tool
 from megalite.core.optim.weight_store import WeightStore
 WeightStore.wait = lambda store: None
-command.main(sys.argv[1:])
+# As the tool ends: without waiting for threads of the autograd engine, which may abort the process.
+run_tool(lambda: command.main(sys.argv[1:]))
 """
 RUN = (
     "--num-layers 2 --hidden-size 64 --num-heads 4 --vocab-size 128 --seq-len 32 --global-batch-size 4 --precision bf16"

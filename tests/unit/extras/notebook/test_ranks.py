@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import megalite
+from megalite.extras.notebook import ranks as ranks_module
 
 CELLS = """
 import os
@@ -36,6 +37,12 @@ def one_fails(rank):
     dist.barrier()
     if rank == 1:
         raise ValueError("on purpose")
+    dist.barrier()
+
+def one_dies(rank):
+    dist.barrier()
+    if rank == 1:
+        os._exit(3)
     dist.barrier()
 
 def mistake(rank):
@@ -104,6 +111,16 @@ def test_failures_are_raised_here(cells: dict[str, Any]) -> None:
         megalite.run_ranks(1, cells["size"], [threading.Lock()])
     with pytest.raises(megalite.UserError, match="world 0"):
         megalite.run_ranks(0, cells["total"], 1)
+
+
+def test_the_first_failure_is_raised(cells: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 fails too, as it loses rank 1; a busy notebook may look only when both have."""
+    wait = ranks_module.wait
+    monkeypatch.setattr(ranks_module, "wait", lambda sources, seconds: [c for c in sources if wait([c], seconds)])
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*ValueError: on purpose"):
+        megalite.run_ranks(2, cells["one_fails"])
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        megalite.run_ranks(2, cells["one_dies"])
 
 
 def test_classes_of_a_cell_travel_both_ways(cells: dict[str, Any]) -> None:

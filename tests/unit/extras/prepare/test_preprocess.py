@@ -422,8 +422,11 @@ class Running:
         self.workers = [pid for pid in self._children() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def _children(self) -> list[int]:
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        found: list[int] = []
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread may end meanwhile
+                found += map(int, (task / "children").read_text().split())
+        return found
 
 
 @pytest.fixture

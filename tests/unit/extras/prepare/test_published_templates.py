@@ -32,6 +32,8 @@ chat_utils = pytest.importorskip("transformers.utils.chat_template_utils")
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path("tests/data/chat_templates.yaml").read_text(encoding="utf-8"))
 TABLE.pop("refusals")
 TOKENS = {"bos_token": "<B>", "eos_token": "<E>"}
+# Of both: midnight may come between them.
+NOW = datetime(2026, 2, 3, 4, 5)
 _CONTROL = re.compile(
     r"<\|[\w ./]+\|>|<｜[\w▁]+｜>|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_\w+>|\[\|endofturn\|\]|<\w*\|\w*>"
 )
@@ -147,6 +149,7 @@ def rendered(source: str, conversation: Conversation) -> Iterator[tuple[str, lis
                     chat_template=source,
                     tools=conversation.tools,
                     return_assistant_tokens_mask=marked,
+                    strftime_now=NOW.strftime,
                     **TOKENS,
                 )
             except Exception:  # of any kind: the template decides
@@ -181,7 +184,7 @@ def words_of(source: str) -> tuple[str, ...]:
 def encoder_of(source: str, folder: Path) -> tuple[Tokenizer, ChatEncoder]:
     """Return a byte-level tokenizer with the control tokens of a template, and what encodes conversations with it."""
     tokenizer = load_tokenizer(save_bytes(folder, TOKENS, *map(control, words_of(source))))
-    return tokenizer, ChatEncoder(tokenizer, ChatTemplate(source, source, "t", TOKENS, datetime.now()), None)
+    return tokenizer, ChatEncoder(tokenizer, ChatTemplate(source, source, "t", TOKENS, NOW), None)
 
 
 @pytest.mark.parametrize("name", TABLE)
