@@ -352,7 +352,8 @@ FLUSHES = "import time\nfrom megalite.runtime.base.child import *\nwith shown_as
 @pytest.mark.parametrize("code", [IN_STATE_D, FLUSHES])
 def test_a_wait_for_the_disk_is_seen(code: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    process = subprocess.Popen([sys.executable, "-S", "-c", code, str(tmp_path / "pipe")], cwd=ROOT)
+    command = [sys.executable, "-S", "-c", code, str(tmp_path / "pipe")]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         while not waits_for_disk(process.pid):
             assert process.poll() is None
@@ -362,8 +363,8 @@ def test_a_wait_for_the_disk_is_seen(code: str, tmp_path: Path) -> None:
             assert not waits_for_disk(process.pid)
         assert not waits_for_disk(os.getpid())
     finally:
-        os.close(os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK))
-        process.kill()
+        # With its child, which may not have come to the pipe yet.
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
