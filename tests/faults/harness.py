@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -78,6 +79,12 @@ def once_committed(run_dir: Path, step: int, rank: int, at: int) -> dict[str, An
 
 
 # --- what a run has left ----------------------------------------------------------------------------------------------
+
+
+def left_after_a_death(rank: Left) -> bool:
+    """By itself, or by its watchdog: gloo does not tell a rank whose message was on its way when the other one died."""
+    words = {1: "exiting: another rank failed first", -signal.SIGKILL: "killing this rank, which did not end by itself"}
+    return rank.code in words and words[rank.code] in rank.err
 
 
 def codes(left: list[Left]) -> list[int]:

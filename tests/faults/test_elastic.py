@@ -117,7 +117,8 @@ def test_a_host_of_four(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     assert "is lost (rank 1): dp 4 -> 3, 8 micro-batches as 2 3 3: back to step" in left[0].err
     assert "joins (rank 3): dp 3 -> 4, 8 micro-batches as 2 2 2 2: on from step" in left[0].err
     assert_as(run, whole)
-    assert repeated(run) <= 1
+    # No copy is made before the last but one has arrived on another host.
+    assert repeated(run) <= 2
     sizes = [tuple(event[name] for name in ("from", "to", "reserve", "round")) for event in events(run, "resize")]
     assert sizes == [(4, 3, 0, 1), (3, 4, 0, 2)]
     assert [event["round"] for event in events(run, "recovery")] == [1]
@@ -163,7 +164,7 @@ def test_ranks_that_are_left_over_join_with_one_that_comes_back(
     assert codes(left) == [0, KILLED, 0, 0, 0], left
     assert_as(run, whole)
     assert [(event["from"], event["to"], event["reserve"]) for event in events(run, "resize")] == [(4, 2, 1), (2, 4, 0)]
-    assert repeated(run) <= 1
+    assert repeated(run) <= 2
     assert evaluations(run) == pytest.approx(evaluations(whole), rel=1e-5)
     # One that was still being written is made up for by that of the step that all go on from.
     assert {f"step_{step:08d}" for step in (*(event["step"] for event in events(run, "resize")), STEPS)} <= committed(
@@ -210,6 +211,8 @@ def test_a_host_that_is_told_to_stop(hosts: Hosts, zygote: Zygote, tmp_path: Pat
     assert codes(end(jobs[2:])) == [0]
     jobs[2] = hosts.come_back(2)
     jobs[0].wait_for(0, "joins (rank 2): dp 2 -> 3, 8 micro-batches as 2 3 3: on from step ")
+    # The log has it before the record.
+    zygote.until(lambda: len(events(run, "resize")) == 2)
     back = events(run, "resize")[1]["step"]
     jobs[0].wait_for(0, f"step {back + 2}/")
     for job in reversed(jobs):
@@ -269,9 +272,8 @@ ROWS = {
 def test_what_runs_in_parts(hosts: Hosts, tmp_path: Path, flags: list[str], count: int, each: int, after: int) -> None:
     run, whole = lose(hosts, tmp_path, ["--save-every", "0", *flags], {count - 1: ""}, each=each, count=count)
     assert [event["to"] for event in events(run, "resize")] == [after]
-    assert [(e["step"], pytest.approx(e["loss"], rel=1e-5)) for e in events(whole, "eval")] == [
-        (e["step"], e["loss"]) for e in events(run, "eval")
-    ]
+    # One that a copy had not left behind yet is made again.
+    assert evaluations(run) == pytest.approx(evaluations(whole), rel=1e-5)
 
 
 @pytest.mark.full
@@ -309,7 +311,8 @@ def test_fewer_than_the_minimum(hosts: Hosts, zygote: Zygote, tmp_path: Path) ->
     assert codes(left) == [UNFINISHED, KILLED, KILLED], left
     assert "no rank is left in reserve: saving, then exiting" in left[0].err
     (saved,) = committed(run)
-    assert saved in ("step_00000005", "step_00000006")
+    # None is made before the last but one has arrived on the other host.
+    assert saved in ("step_00000004", "step_00000005", "step_00000006")
     assert codes(zygote.start([*RUN, "--save-every", "0", "--run-dir", str(run)], 1, folder).end()) == [0]
     assert_as(run, whole)
 

@@ -15,6 +15,7 @@ import pytest
 from tests.faults.harness import wait_for
 from tests.faults.slurm import Slurm, check_slurm, emitted, running
 from tests.faults.store_runs import MODEL
+from tests.faults.zygote import WITHIN_S
 from tests.ranks import ROOT, reserve_port
 
 TRAIN = "tests/faults/launch_train.py"
@@ -99,7 +100,7 @@ def test_plain_srun_trains_what_torchrun_does(slurm: Slurm, tmp_path: Path) -> N
 
     def start(command: list[str], run: str, **more: str) -> subprocess.CompletedProcess[str]:
         all_words = [*command, *words, "--run-dir", str(tmp_path / run)]
-        return subprocess.run(all_words, env=env | more, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+        return subprocess.run(all_words, env=env | more, cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S)
 
     def losses(run: str) -> list[tuple[int, float]]:
         lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())

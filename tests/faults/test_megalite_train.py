@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -9,8 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from megalite.core.base.errors import UserError
 from megalite.extras.launch import train as command
@@ -53,6 +56,18 @@ if kind not in ("done", "fails_once"):
 """
 
 
+def after_each(owner: Any, name: str, action: Callable[[], object]) -> None:
+    """Call `action` whenever a method has done its work."""
+    real = getattr(owner, name)
+
+    def wrapped(*args: Any) -> Any:
+        answer = real(*args)
+        action()
+        return answer
+
+    setattr(owner, name, wrapped)
+
+
 class Started:
     """`megalite train` in a process forked from this one, which has imported torch."""
 
@@ -67,6 +82,7 @@ class Started:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.dup2(os.open(self.folder / "err", os.O_WRONLY | os.O_CREAT), 2)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        after_each(SimpleElasticAgent, "_initialize_workers", (self.folder / "knows_all").touch)
         try:
             run_tool(lambda: command.main(words))
         except SystemExit as e:
@@ -80,8 +96,8 @@ class Started:
             time.sleep(0.02)
 
     def begun(self) -> None:
-        """Wait until both ranks have."""
-        self.until(lambda: len(list(self.folder.glob("begun_*"))) == 2)
+        """Wait until both ranks have, and their launcher knows to whom it passes signals on."""
+        self.until(lambda: len(list(self.folder.glob("begun_*"))) == 2 and (self.folder / "knows_all").exists())
 
     def send(self, signum: int) -> None:
         assert self.process.pid is not None
@@ -237,7 +253,10 @@ def test_ranks_save_and_leave_when_their_launcher_is_killed(tmp_path: Path, monk
     started = Started(tmp_path, ["--nproc", "1", *RUN, *FOREVER, "--save-every", "0", "--run-dir", str(run)])
     started.until(lambda: "step 3/" in started.err())
     assert started.process.pid is not None
-    ranks = [pid for pid in children(started.process.pid) if "pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_text()]
+    ranks = []
+    for pid in children(started.process.pid):
+        with contextlib.suppress(OSError):  # it has ended
+            ranks += [pid] if "pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_text() else []
     started.process.kill()
     started.process.join()
     deadline = time.monotonic() + WITHIN_S

@@ -135,9 +135,8 @@ def test_a_guard_is_killed_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path
             return words in text
 
         def guard_of(host: int) -> int:
-            return next(
-                (pid for pid in children(launchers[host].pid) if int(stat_of(pid)[1]) == launchers[host].pid), 0
-            )
+            launcher = launchers[host].pid
+            return next((pid for pid in children(launcher) if stat_of(pid)[1:2] == [str(launcher)]), 0)
 
         def reserve_is_there() -> bool:
             return guard_of(2) > 0 and len(os.listdir(f"/proc/{guard_of(2)}/task")) > 1

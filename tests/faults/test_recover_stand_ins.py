@@ -39,7 +39,8 @@ def test_a_host_is_lost_without_a_reserve(hosts: Hosts, zygote: Zygote, tmp_path
     assert codes(left) == [75, -signal.SIGKILL], left
     lines = [line for line in left[0].err.splitlines() if "rank 1 is gone" in line or "no rank is left" in line]
     at = events(hit / "run", "recovery")[0]["step"]
-    assert at in (5, 6)
+    # None is made before the last but one has arrived on the other host.
+    assert at in (4, 5, 6)
     assert f"rank 1 is gone with its host or its guard: back to step {at} in " in lines[0]
     assert lines[1].endswith("no rank is left in reserve: saving, then exiting")
     assert committed(hit / "run") == {"step_00000004", f"step_{at:08}"}

@@ -135,8 +135,8 @@ def test_a_host_is_lost_without_a_reserve(hosts: Hosts, tmp_path: Path, whole: P
     assert "no rank is left in reserve: saving, then exiting" in run.text()
     assert "rank 0 on mlnode1, exit code 75" in run.text()
     recovered, resumed = (events(tmp_path / "run", kind)[0]["step"] for kind in ("recovery", "resume"))
-    # The last copy may not have arrived.
-    assert resumed == recovered >= 3
+    # The last two copies may not have arrived; step 3 may be on disk then.
+    assert resumed >= recovered >= 2
     assert outcome(tmp_path / "run") == outcome(whole)
 
 

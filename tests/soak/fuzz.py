@@ -11,7 +11,6 @@ import faulthandler
 import json
 import os
 import resource
-import select
 import shutil
 import signal
 import sys
@@ -24,6 +23,7 @@ from random import Random
 from typing import Any
 
 from megalite.core.base.errors import UserError, printable
+from megalite.runtime.base.child import readable
 from tests.soak import mutate
 from tests.soak.readers import READERS, Reader, sign
 
@@ -174,7 +174,7 @@ class Fuzzer:
         with os.fdopen(ours, "rb") as pipe:
             try:
                 while waiting:
-                    ready = select.select([pipe], [], [], WALL_S)[0]
+                    ready = readable(pipe.fileno(), WALL_S)
                     line = pipe.readline() if ready else b""
                     if line:
                         yield waiting.pop(0), json.loads(line)

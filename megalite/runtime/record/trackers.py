@@ -10,7 +10,6 @@ import importlib
 import queue
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,8 @@ from megalite.core.base.log import logger
 
 WANDB_INIT_S = 15.0
 """Longest wait for the wandb server before the run is recorded offline, seconds."""
+# Then for its own process alone, which a busy machine may start late.
+_WANDB_OFFLINE_INIT_S = 60.0
 FINISH_S = 20.0
 """Longest wait for a tracker at the end of a run, seconds."""
 _QUEUE_LENGTH = 100_000
@@ -109,19 +110,23 @@ def tensorboard_tracker(run_dir: Path) -> Tracker:
 def wandb_tracker(run_dir: Path, project: str, config: dict[str, Any]) -> Tracker:
     """Start a Weights & Biases run: online where a key is found and the server answers, else in RUN_DIR/wandb."""
     wandb = _import("wandb", "--wandb-project")
-    settings = wandb.Settings(init_timeout=WANDB_INIT_S, finish_timeout=FINISH_S - 5, silent=True, console="off")
-    name = run_dir.resolve().name
-    start = partial(wandb.init, project=project, name=name, dir=str(run_dir), config=config, settings=settings)
+
+    def start(mode: str) -> Any:
+        limit = WANDB_INIT_S if mode == "online" else _WANDB_OFFLINE_INIT_S
+        settings = wandb.Settings(init_timeout=limit, finish_timeout=FINISH_S - 5, silent=True, console="off")
+        name = run_dir.resolve().name
+        return wandb.init(project=project, name=name, dir=str(run_dir), config=config, settings=settings, mode=mode)
+
     # The mode is chosen before anything can ask for a key at the terminal. The library reads WANDB_MODE.
     mode = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
     why = ""
     if mode == "online" and not wandb.login(prompt=False, verify=False):
         mode, why = "offline", "no API key"
     try:
-        run = start(mode=mode)
+        run = start(mode)
     except Exception as e:  # wandb documents no closed set of errors
         why = " ".join(str(e).split())
-        run = start(mode="offline")
+        run = start("offline")
     if why:
         logger.info(f"wandb: {why}; recording offline in {run_dir / 'wandb'} (upload later: wandb sync)")
 

@@ -74,11 +74,20 @@ def upload_parts(url: str, *parts: Part, owner: str = "me", patience: float = 30
     Store(url).write(OWNER, owner.encode())
     reports: queue.Queue[dict[str, Any]] = queue.Queue()
     for part in parts:
-        Uploader(url, lambda report: None if "note" in report else reports.put(report), patience).add(part)
-    answers = [reports.get(timeout=300) for _ in parts]
-    for part in parts:
-        part.failed = False  # nobody is left who would try again
-    return answers
+        _start_writer(url, reports, patience).add(part)
+    return [reports.get(timeout=300) for _ in parts]
+
+
+def _start_writer(url: str, reports: queue.Queue[dict[str, Any]], patience: float) -> Uploader:
+    """An uploader that is over with its first report: it repeats nothing, and asks for nothing any more."""
+
+    def hear(report: dict[str, Any]) -> None:
+        if "note" not in report:
+            uploader._left.clear()
+            reports.put(report)
+
+    uploader = Uploader(url, hear, patience)
+    return uploader
 
 
 def remote_manifest(copy: Path) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import threading
 import time
 import urllib.parse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,7 +167,12 @@ def test_an_upload_that_is_not_taken_is_repeated(
     (tmp_path / "shard").write_bytes(bytes(16 << 20))
     proxy.faults = [Fault("PUT .*stalled", "hang", 1)]
     said = list[str]()
-    Store(s3.url("stalled"), said.append).upload("a", str(tmp_path / "shard"), 16 << 20)
+
+    def hear(text: str) -> None:
+        said.append(text)
+        monkeypatch.setattr(waits, "_STALL_S", 300.0)  # the second attempt takes as long as it takes
+
+    Store(s3.url("stalled"), hear).upload("a", str(tmp_path / "shard"), 16 << 20)
     assert "nothing arrived for 5 s; trying again" in said[0]
 
 
@@ -437,7 +444,7 @@ def test_a_large_download_ends_with_the_first_range_that_failed(
     """And the waiting thread shows that it is alive: here no range arrives before it has done so."""
     monkeypatch.setattr(store_module, "_CHUNK", 1)
     begun, alive, waiting = list[int](), threading.Event(), threading.get_ident()
-    monkeypatch.setattr(waits, "on_wait", [lambda: alive.set() if threading.get_ident() == waiting else None])
+    monkeypatch.setattr(waits, "on_wait", [lambda: alive.set() if begun and threading.get_ident() == waiting else None])
 
     def read(_: Store, name: str, begin: int, end: int) -> bytes:
         begun.append(begin)
@@ -462,6 +469,8 @@ def test_a_large_object_has_all_attempts_where_nothing_else_repeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_CHUNK", 1)
+    # By a clock of its own: how many attempts fit into a second depends on the machine.
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=itertools.count(0, 0.04).__next__))
     said = list[str]()
     store = Store(f"file://{tmp_path}/store", said.append, patience=0.5)
     (tmp_path / "shard").write_bytes(b"1234")
@@ -608,7 +617,9 @@ def test_a_part_stays_until_its_checkpoint_is_committed(
     assert "owner" in reports.get(timeout=300)["error"]
     assert local[0].exists()
     assert local[1].exists()
-    Store(folder_url).write(OWNER, b"me")
+    # At once: a file that is still empty names another owner.
+    (tmp_path / "owner").write_bytes(b"me")
+    (tmp_path / "owner").rename(tmp_path / "store/checkpoints" / OWNER)
     report = reports.get(timeout=300)
     assert (report["upload"], report["error"]) == (parts[0].name, "")
     while local[0].exists() or local[1].exists():

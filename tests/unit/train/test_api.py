@@ -48,7 +48,8 @@ def train(rank: int, run_dir: str, options: dict[str, Any]) -> Any:
         busy = children(os.getpid())
     files = [h for h in megalite.runtime.loop.loop.logger.handlers if isinstance(h, RankFile)]
     assert set(before) < set(busy)
-    assert children(os.getpid()) == before
+    # Others may have ended meanwhile.
+    assert set(children(os.getpid())) <= set(before)
     assert not files
     assert torch.distributed.is_initialized() == (run.engine.ctx.world.size > 1)
     return figures, sorted(set(called))

@@ -21,7 +21,8 @@ def late(rank: int) -> tuple[tuple[str, bool], tuple[str, bool]]:
     """What rank 0's flight recorder says before and after rank 1 has joined a sum."""
     group = dist.new_group([0, 1], group_desc="tp")
     store, x = dist.distributed_c10d._get_default_store(), torch.ones(2, 3)
-    with answering_thread(cuda=False) as end:
+    with answering_thread(cuda=False) as end, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "_ANSWER_S", 300.0)
         if rank:
             store.wait(["flight/asked"])
             dist.all_reduce(x, group=group)
@@ -86,6 +87,7 @@ def test_without_an_answer_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_another_format_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight, "_recorded", lambda cuda: [{"state": "started"}])
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 300.0)
     with answering_thread(cuda=False) as end:
         end = os.dup(end)
     try:

@@ -380,7 +380,7 @@ def _wandb_run(run_dir: Path, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     (run_dir / _BEST).mkdir(parents=True)
     (run_dir / _BEST / "COMMIT").write_text("x")
-    clean |= {"HOME": str(run_dir), "NETRC": str(run_dir / "netrc"), **env}
+    clean |= {"HOME": str(run_dir), "NETRC": str(run_dir / "netrc"), "WANDB__SERVICE_WAIT": "300", **env}
     command = [sys.executable, "-c", _WANDB_RUN, str(run_dir)]
     return subprocess.run(command, env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
 

@@ -60,6 +60,7 @@ from megalite.runtime.recover.messages import (
 from megalite.runtime.recover.offsite import first_number
 from megalite.runtime.recover.peers import buddies
 from megalite.runtime.recover.restore import check_unchanged
+from tests.ranks import reserve_port
 
 T = TypeVar("T", Broken, Done, Final, Killed)
 
@@ -81,16 +82,20 @@ def test_a_stranger_at_the_port_is_hung_up_on(words: bytes) -> None:
     """It used to end the guard of rank 0, and so the run."""
     loop = EventLoop()
     hub = Hub(loop, Listen(1, 1, alone=True, elsewhere=False))
+
+    def until_heard(connection: socket.socket) -> None:
+        while not readable(connection.fileno(), 0):
+            loop.after(0.01, lambda: None)
+            loop.turn()
+
     with socket.create_connection(("localhost", hub.port)) as stranger:
         stranger.sendall(words)
-        loop.turn()
-        loop.turn()
+        until_heard(stranger)
         assert stranger.recv(1) == b""
     with socket.create_connection(("localhost", hub.port)) as rank:
         for message in (Hello(0, hub.token, ""), Broken(0, "", True)):
             rank.sendall(encode(message) + b"\n")
-        loop.turn()
-        loop.turn()
+        until_heard(rank)
         assert json.loads(rank.makefile().readline()) == ["Break", 0]
 
 
@@ -152,7 +157,7 @@ def test_a_hub_that_hangs_up_at_once_cannot_be_reached(
     with socket.create_server(("localhost", 0)) as server:
         called = socket.create_connection(server.getsockname())
         reset(server.accept()[0])
-    assert readable(called.fileno(), 10)
+    assert readable(called.fileno(), 120)
     monkeypatch.setattr(guard_module.socket, "create_connection", lambda *_, **__: called)
     with pytest.raises(Left, match="1"):
         guard._meet(Meet(0, "localhost", 1, "", False))
@@ -677,8 +682,8 @@ def test_a_reserve_waits_for_the_hub_of_this_attempt(monkeypatch: pytest.MonkeyP
     """torchrun's store still holds that of the attempt before; a reserve that took it ended all ranks again."""
     store: Any = dist.HashStore()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        store.set("megalite/hub", f"{gone.getsockname()[1]} old")
+    # Reserved, so that nobody else listens there.
+    store.set("megalite/hub", f"{reserve_port()} old")
 
     class Store:
         """Rank 0 makes its offer after the old one has been read."""

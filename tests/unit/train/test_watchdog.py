@@ -35,7 +35,7 @@ def stacks_of_a_script(body: str) -> str:
     """What faulthandler prints in a script that has another thread."""
     script = (
         "import faulthandler, sys, threading, time\n"
-        "threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
         "def wait():\n    faulthandler.dump_traceback(sys.stderr, all_threads=True)\n" + body
     )
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
@@ -335,7 +335,7 @@ def test_work_is_seen_and_sleep_is_not() -> None:
         assert works((busy[0], busy[1]), (busy[0], usage(me)[1]), 1.0)
     assert not works(busy, busy, 1.0)
     assert not works(None, busy, 1.0)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
         assert child.pid in children(os.getpid())
         assert process_state(child.pid) in ("R", "S", "D")
         child.kill()
@@ -346,13 +346,14 @@ IN_STATE_D = (
     "import os, sys\n"
     "os.posix_spawn('/bin/true', ['true'], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 9, sys.argv[1], os.O_RDONLY, 0)])"
 )
-FLUSHES = "import time\nfrom megalite.runtime.base.child import *\nwith shown_as(FLUSHING):\n    time.sleep(60)"
+FLUSHES = "import time\nfrom megalite.runtime.base.child import *\nwith shown_as(FLUSHING):\n    time.sleep(600)"
 
 
 @pytest.mark.parametrize("code", [IN_STATE_D, FLUSHES])
 def test_a_wait_for_the_disk_is_seen(code: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    process = subprocess.Popen([sys.executable, "-S", "-c", code, str(tmp_path / "pipe")], cwd=ROOT)
+    command = [sys.executable, "-S", "-c", code, str(tmp_path / "pipe")]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         while not waits_for_disk(process.pid):
             assert process.poll() is None
@@ -362,8 +363,8 @@ def test_a_wait_for_the_disk_is_seen(code: str, tmp_path: Path) -> None:
             assert not waits_for_disk(process.pid)
         assert not waits_for_disk(os.getpid())
     finally:
-        os.close(os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK))
-        process.kill()
+        # With its child, which may not have come to the pipe yet.
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
