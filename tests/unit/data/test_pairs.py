@@ -93,7 +93,7 @@ def test_a_pair_that_fits_is_not_cut(prefix: str) -> None:
 
 
 def test_splits_are_by_pairs(prefix: str) -> None:
-    data = build_datasets([prefix], split="4,2,0", seq_len=64, seed=1, vocab_size=2000, pairs=True)
+    data = build_datasets([prefix], split="4,2,0", seq_len=64, seed=1, vocab_size=2000, pairs="dpo")
     train, valid = data.train, data.valid
     assert isinstance(train, PairDataset)
     assert isinstance(valid, PairDataset)
