@@ -154,11 +154,8 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
 
 
 def _check_head(cfg: ModelConfig, path: Path) -> None:
-    rule, remedy = (
-        "is a model of rewards, which has no next token",
-        "read its rewards with transformers, from an export",
-    )
-    require(cfg.head == "lm", str(path), rule, remedy)
+    rule = "is a model of rewards, which predicts no token"
+    require(cfg.head == "lm", str(path), rule, "export it, and read its rewards with transformers")
 
 
 def _tensors(cfg: ModelConfig) -> set[str]:

@@ -7,9 +7,7 @@ from dataclasses import replace
 from megalite.core.model.parameters import buffer_map, param_map
 from megalite.core.options.model import ModelConfig
 
-NEW_HEAD = (
-    "the output layer of the language model is left out; the head of rewards starts with random weights of --seed"
-)
+NEW_HEAD = "the output layer of the language model is left out; that of rewards starts with random weights of --seed"
 
 
 def gets_new_head(theirs: ModelConfig, ours: ModelConfig) -> bool:

@@ -174,11 +174,11 @@ def resume(engine: Engine[Config], source: Source, meta: dict[str, Any]) -> dict
         _check_data(path, saved, ours)
     if not source.reset_step:
         _check_schedules(engine.cfg, path, saved)
-    states, left_out, ours_ = optimizer.states(), set[str](), engine.cfg.model
-    if gets_new_head(theirs, ours_):
+    states, left_out, model = optimizer.states(), set[str](), engine.cfg.model
+    if gets_new_head(theirs, model):
         logger.info(NEW_HEAD)
         optimizer.init_parameters(engine.cfg.train.seed)
-        new, left_out = tensors_only_in(ours_, theirs), tensors_only_in(theirs, ours_)
+        new, left_out = tensors_only_in(model, theirs), tensors_only_in(theirs, model)
         states = [state for state in states if state.name not in new]
     load_checkpoint(source.checkpoint, states, engine.ctx, moments=with_moments, left_out=left_out)
     if with_moments:
@@ -277,8 +277,8 @@ def _recorded(saved: dict[str, Any], section: str) -> dict[str, Any]:
 def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> ModelConfig:
     """Refuse a checkpoint of another model; returns its model. A stage on other data may have another head."""
     # An option that is newer than the checkpoint has its default there.
-    there_is = model_config(saved, source.path)
-    theirs = taken_over(there_is, cfg.model) if source.reset_data else there_is
+    held = model_config(saved, source.path)
+    theirs = taken_over(held, cfg.model) if source.reset_data else held
     extends = not cfg.model.position_kind.limited
     free = {*TRAINING_ONLY, *(("max_position_embeddings",) if extends else ()), *(_ROTARY if source.reset_data else ())}
     differ = {
@@ -294,7 +294,7 @@ def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> ModelCon
             advice = f"give --mtp-num-layers {count}{why}"
         rule = f"was made with another model ({'; '.join(differ.values())})"
         raise UserError(f"checkpoint {source.path}", rule, advice)
-    return there_is
+    return held
 
 
 def _check_schedules(cfg: Config, path: Path, saved: dict[str, Any]) -> None:

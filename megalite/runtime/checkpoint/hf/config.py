@@ -115,14 +115,13 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
 def _read_head(values: dict[str, Any], where: str) -> str:
     """Read what a model ends in, from the name of its class."""
     names = values.get("architectures")
-    if not isinstance(names, list) or not str(names[:1]).endswith("ForSequenceClassification']"):
+    if not isinstance(names, list) or not any(str(name).endswith("ForSequenceClassification") for name in names):
         return "lm"
     labels = values.get("id2label")
     number = values.get("num_labels", len(labels) if isinstance(labels, dict) else 2)
     if number != 1:
-        raise BadCheckpoint(
-            f"{where}: num_labels {number!r:.20}", "megalite reads one, a reward", "convert another model"
-        )
+        rule = "is not supported: megalite reads one, a reward"
+        raise BadCheckpoint(f"{where}: num_labels {number!r:.20}", rule, "convert another model")
     return "score"
 
 
