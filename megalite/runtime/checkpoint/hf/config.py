@@ -104,6 +104,8 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
         raise refuse(family.activation, f"is not one of {', '.join(names)}")
     options["activation"] = activation
     options["head"] = _read_head(values, where)
+    if options["head"] == "score":
+        options["mtp_num_layers"] = 0  # which config.json may name, and files of classifiers do not hold
     if options.get("position", "rope") == "rope" and family.old_theta:
         options.update(_read_rope(config, values, family, where))
     # Absent and null both mean the default, derived from the other sizes.
