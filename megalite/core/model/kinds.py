@@ -154,6 +154,10 @@ class Head(ABC):
     def weight_work(self, cfg: ModelConfig) -> int:
         """Count the multiply-adds of a token with its weights, without padding."""
 
+    def copied(self, cfg: StepConfig) -> int:
+        """Compute the bytes that it keeps for backward per micro-batch beside its input and what it makes of it."""
+        return 0
+
     @abstractmethod
     def module(self, layers: Layers, loss_chunk: int, label_smoothing: float, z_loss: float) -> nn.Module:
         """Make it, called with (x_SBH, micro-batch, pass), to losses fp32 [S, B]. It has an `objective`: a loss of what

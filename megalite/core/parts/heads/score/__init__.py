@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megalite.core.model.kinds import Head
+from megalite.core.model.saved import residual_rows
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.step import StepConfig
 from megalite.core.sharding import ParamSpec
 
 if TYPE_CHECKING:
@@ -26,6 +28,10 @@ class RewardHead(Head):
 
     def weight_work(self, cfg: ModelConfig) -> int:
         return cfg.embedding_width
+
+    def copied(self, cfg: StepConfig) -> int:
+        # Its input in fp32.
+        return 0 if cfg.train.precision == "fp32" else 4 * residual_rows(cfg) * cfg.model.embedding_width
 
     def module(self, layers: Layers, loss_chunk: int, label_smoothing: float, z_loss: float) -> nn.Module:
         from megalite.core.parts.heads.score.score import Score
