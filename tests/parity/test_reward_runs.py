@@ -130,7 +130,7 @@ def test_a_model_learns_what_is_preferred(pairs: str, tmp_path: Path) -> None:
 
 def test_what_makes_no_sense_is_refused(pairs: str, tmp_path: Path) -> None:
     for more, says in {
-        ("--mtp-num-layers", "1"): "predict further tokens",
+        ("--mtp-num-layers", "1"): "modules that predict further tokens",
         ("--loss-chunk", "8"): "logits of tokens",
         ("--z-loss", "0.1"): "logits of tokens",
         ("--dpo-beta", "0.2"): "give --stage dpo",

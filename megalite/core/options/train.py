@@ -59,8 +59,8 @@ class TrainConfig:
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the mean loss of the --mtp-num-layers modules in the gradients; `loss` in the metrics is without it."""
     stage: Literal["lm", "dpo", "reward"] = "lm"
-    """What to learn: each next token (lm), which of two answers is preferred (dpo; docs/alignment.md), or a reward of
-    each that says so (reward)."""
+    """What to learn: each next token (lm), which of two answers is preferred (dpo), or rewards that tell them apart
+    (reward); docs/alignment.md has both."""
     dpo_loss: Annotated[str, Choices(PREFERENCES)] = "sigmoid"
     """With --stage dpo: the loss of a pair; sigmoid is DPO's own. docs/alignment.md has the others."""
     dpo_beta: float = 0.1

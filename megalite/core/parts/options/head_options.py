@@ -31,8 +31,8 @@ class HeadRules(PartRules["ModelConfig", "StepConfig"]):
         return {"tie_embeddings": False, "head_bias": False, "logit_softcap": None} if m.head == "score" else {}
 
     def check_model(self, m: ModelConfig) -> None:
-        given = f"--mtp-num-layers {m.mtp_num_layers} with --head score"
-        rule = "predict further tokens, and a model of rewards predicts none"
+        given = f"--mtp-num-layers {m.mtp_num_layers}"
+        rule = "is of modules that predict further tokens, and a model of rewards (--stage reward) predicts none"
         require(m.head == "lm" or not m.mtp_num_layers, given, rule, "set it to 0")
 
     def check(self, cfg: StepConfig) -> None:
