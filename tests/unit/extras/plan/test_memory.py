@@ -201,7 +201,7 @@ def test_a_whole_stage_keeps_layers_final_norm_and_logits(precision: str, recomp
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_of_rewards_keeps_no_logits(precision: str) -> None:
     """Its vocabulary is far wider than its blocks: a token's logits would be most of what it keeps."""
-    options = {"precision": precision, "global_batch_size": 1, "stage": "reward"}
+    options: dict[str, Any] = {"precision": precision, "global_batch_size": 1, "stage": "reward"}
     cfg = config("llama", {"seq_len": 256, "vocab_size": 20_000}, **options)
     stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
     jobs.init_parameters(stage, 1)
