@@ -50,7 +50,7 @@ def model_of(args: argparse.Namespace) -> Model:
 
 
 def seconds(model: Model, prompt: list[int], tokens: int, cached: bool) -> tuple[float, list[int]]:
-    clock = time.process_time if model.stage.lm_head.weight.device.type == "cpu" else time.perf_counter
+    clock = time.process_time if model.stage.head.weight.device.type == "cpu" else time.perf_counter
     started = clock()
     with mock.patch.object(Cache, "of", Cache.of if cached else lambda model, capacity: None):
         text = list(new_tokens(model, prompt, Sampling(tokens, 0.0, 0, 1.0), 0, ()))

@@ -21,8 +21,8 @@ from megalite.core.engine import Forward
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis
 from megalite.core.microbatches import to_microbatches
-from megalite.core.model.gpt import LMHead
 from megalite.core.ops.linear_cross_entropy import LinearCrossEntropy
+from megalite.core.parts.heads.lm.output_layer import LMHead
 from megalite.core.pipeline.executor import forward_program
 from megalite.core.rows import Rows
 
@@ -127,7 +127,7 @@ def run_forward(forward: Forward, batches: Sequence[MicroBatch]) -> list[Scored]
     with ExitStack() as stack:
         for stage in forward.stages.values():
             if stage.last:
-                stack.enter_context(_scoring(stage.lm_head, found))
+                stack.enter_context(_scoring(stage.head, found))
         forward.unit_weights.start_pass()
         forward.executor.run(forward_program(schedule.programs[forward.ctx.pp.rank]), batches, 0, 0)
         forward.unit_weights.end_pass()

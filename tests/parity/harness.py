@@ -89,7 +89,7 @@ def config_of(shape: Shape, row: Row) -> Config:
 
 def in_one_process(cfg: Config) -> Config:
     """The config without its layout, and without what may not change a result."""
-    same = "precision z_loss mtp_loss_scaling_factor stage dpo_loss dpo_beta dpo_smoothing"
+    same = "precision z_loss mtp_loss_scaling_factor stage dpo_loss dpo_beta dpo_smoothing reward_center"
     kept = {name: getattr(cfg.train, name) for name in same.split()}
     # Routers balance a micro-batch, and half precision rounds each; what else there is does not know of them.
     size = cfg.train.micro_batch_size if cfg.model.num_experts else 4 if cfg.train.precision == "fp32" else 1

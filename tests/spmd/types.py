@@ -23,8 +23,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from megalite.core.model import block, gpt, layers
+from megalite.core.model import block, layers
 from megalite.core.parts.ffn.dense import mlp
+from megalite.core.parts.heads.lm.output_layer import LMHead
+from megalite.core.parts.heads.score.score import Score
 from megalite.core.parts.mixers.gqa import attention
 from megalite.core.parts.mixers.mla import latent_attention
 from megalite.core.parts.positions.learned.embedding import PositionEmbedding
@@ -45,7 +47,8 @@ SIGNATURES: Mapping[type[nn.Module], tuple[str | None, str]] = {
     latent_attention.LatentAttentionLayer: ("residual", "residual"),
     mlp.MLP: ("residual", "residual"),
     block.Block: ("residual", "residual"),
-    gpt.LMHead: ("residual", "I"),
+    LMHead: ("residual", "I"),
+    Score: ("residual", "I"),
 }
 # What a collective takes, over its own axis.
 COLLECTIVES = {"all_reduce": "P", "reduce_scatter": "P", "all_gather": "S(0)"}

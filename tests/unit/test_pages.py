@@ -88,7 +88,7 @@ def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 TINY = "--num-layers 2 --hidden-size 16 --num-heads 2 --num-kv-heads 2 --ffn-hidden-size 32 --eval-steps 1 --device cpu"
 START = r"(?:resumed|weights) from .*"
 # Run directory -> steps in place of those of the page.
-STEPS = {"base": 2, "continued": 4, "domain": 2, "sft": 2, "dpo": 2, "stories": 3, "long": 2}
+STEPS = {"base": 2, "continued": 4, "domain": 2, "sft": 2, "dpo": 2, "reward": 2, "stories": 3, "long": 2}
 
 
 @pytest.mark.full
@@ -122,7 +122,7 @@ def test_the_stages_of_training(
         # Ranks have a folder of their own.
         arguments = [*script[1:], *TINY.split(), "--train-steps", str(STEPS[name])]
         # Both answers of a pair are in one sample.
-        arguments += [] if "--seq-len" in script else ["--seq-len", "64" if name == "dpo" else "32"]
+        arguments += [] if "--seq-len" in script else ["--seq-len", "64" if name in ("dpo", "reward") else "32"]
         ranks = pool.run(world, in_folder, str(tmp_path), arguments, world) if world > 1 else [train(0, arguments, 1)]
         assert ranks[0][0][0] == STEPS[name]
         log = (tmp_path / f"runs/{name}/logs/rank_0.log").read_text()

@@ -12,7 +12,7 @@ from megalite.extras.plan.report import dry_run_report
 from megalite.runtime.options import cli
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.yaml"))
-STAGES = ("continue", "domain", "sft", "dpo", "stories")  # on top of a model's recipe
+STAGES = ("continue", "domain", "sft", "dpo", "reward", "stories")  # on top of a model's recipe
 WORLD = {"gpt2-124m": 1, "llama-100m": 1, "llama-3.2-1b": 8, "llama-3-8b": 64, "quickstart": 4}
 WORLD |= dict.fromkeys(STAGES, 4)
 SMALL = ["--tp", "2", "--pp", "2", "--vocab-size", "4096"]

@@ -16,16 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite.core.batch import ForwardPass, Message, MicroBatch
 from megalite.core.model.block import Block, PredictingBlock, compile_block
+from megalite.core.model.kinds import HEADS
 from megalite.core.model.layers import Layers
-from megalite.core.ops.cross_entropy import softcap_
 from megalite.core.options.recompute import Extent
 from megalite.core.sharding.parameter import ShardedParameter
-from megalite.core.tensor_parallel.linear import ColumnParallelLinear
-from megalite.core.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
-
-Objective = Callable[[torch.Tensor, MicroBatch, ForwardPass], tuple[torch.Tensor, torch.Tensor]]
-"""(cross-entropy of each target, detached, fp32 [S, B]; micro-batch; pass) -> (losses, to be summed; the derivative of
-that sum of all ranks by each cross-entropy): both fp32 [S, B]."""
 
 
 class GPTStage(nn.Module):
@@ -93,11 +87,13 @@ class GPTStage(nn.Module):
                 self.norm = layers.norm("norm")
             if cfg.embedding_size is not None:
                 self.head_proj = layers.replicated("head_proj")
-            self.lm_head = LMHead(layers, loss_chunk, label_smoothing, z_loss)
+            kind = HEADS[cfg.head]
+            self._head = kind.module_name
+            self.add_module(kind.module_name, kind.module(layers, loss_chunk, label_smoothing, z_loss))
             if first:
                 shared_embedding = self.embed_tokens.weight
             if cfg.tie_embeddings and shared_embedding is not None:
-                self.lm_head.weight = shared_embedding
+                self.head.weight = shared_embedding
                 shared_embedding.uses += 1
             if cfg.mtp_layers:
                 self._add_predicting(layers, shared_embedding)
@@ -113,14 +109,19 @@ class GPTStage(nn.Module):
         self._predicting = [PredictingBlock(layers, i) for i in cfg.mtp_layers]
         self.layers.update({str(i): block for i, block in zip(cfg.mtp_layers, self._predicting)})
         if cfg.tie_embeddings:
-            embedding = self.lm_head.weight
+            embedding = self.head.weight
         self.mtp_embed_tokens = layers.embedding("mtp_embed_tokens", embedding)
-        for weight in (self.mtp_embed_tokens.weight, self.lm_head.weight):
+        for weight in (self.mtp_embed_tokens.weight, self.head.weight):
             weight.uses += len(self._predicting)
-        if self.lm_head.bias is not None:
-            self.lm_head.bias.uses += len(self._predicting)
+        if self.head.bias is not None:
+            self.head.bias.uses += len(self._predicting)
         # What its own first uses are counted with.
         self.mtp_embed_tokens.weight.uses -= embedding is None
+
+    @property
+    def head(self) -> Any:
+        """The output layer with the loss, on the last stage; its name is that of its weights."""
+        return getattr(self, self._head)
 
     def message(self, num_tokens: int, micro_batch_size: int) -> Message:
         """Describe the hidden states that this stage passes on, and those that it expects, of `num_tokens` a sample."""
@@ -136,7 +137,7 @@ class GPTStage(nn.Module):
 
         Returns:
             Hidden states x_SBH (x_sBH); on the last stage the (weighted) loss of every token, fp32 [S, B], or this
-            rank's logits [S, B, V/T] where the micro-batch has no targets.
+            rank's logits [S, B, V/T] (rewards [S, B, 1]) where the micro-batch has no targets.
         """
         documents = batch.in_chunks(set(self._chunks))
         if self.first:
@@ -161,11 +162,11 @@ class GPTStage(nn.Module):
             x = self.norm(x)
         if hasattr(self, "head_proj"):
             x = self.head_proj(x)
-        loss = self.lm_head(x, batch, fwd)
+        loss = self.head(x, batch, fwd)
         for k, (block, sees, further) in enumerate(zip(self._predicting, seen[len(self._blocks) :], batch.further)):
             fwd = replace(fwd, router_weights_SB=further.router_weights_SB)
             x = self._run(block, x, self.mtp_embed_tokens(further.tokens_SB), *sees, fwd)
-            loss_SB = self.lm_head(x, further, fwd)
+            loss_SB = self.head(x, further, fwd)
             self.mtp_losses[k] = self.mtp_losses[k] + loss_SB.detach().sum(dtype=torch.float64)
             # Its gradient joins, and its value does not.
             loss = loss + (loss_SB - loss_SB.detach())
@@ -188,80 +189,10 @@ class GPTStage(nn.Module):
 
     def chains(self) -> list[list[nn.Module]]:
         """List `units` in chains: in each, a pass runs one after the other."""
-        ends = ("norm", "head_proj", "lm_head") if self.last else ()
+        ends = ("norm", "head_proj", self._head) if self.last else ()
         starts = ("embed_tokens", "embed_proj", "embed_positions", "embed_norm") if self.first else ()
         start, end = ([getattr(self, name) for name in names if hasattr(self, name)] for names in (starts, ends))
         chain = [*start, *self._blocks, *end]
         # Between two of these the output layer runs again.
         apart = [self.mtp_embed_tokens, *self._predicting] if self._predicting else []
         return [chain, *([unit] for unit in apart)]
-
-
-class LMHead(ColumnParallelLinear):
-    """The output layer, and the loss where there are targets.
-
-    Args:
-        layers: makes the layers of this stage.
-        loss_chunk: tokens per chunk, so that the logits of all tokens never exist at once; 0 = all at once.
-        label_smoothing, z_loss: of the training loss; an evaluation reports the cross-entropy itself.
-
-    Attributes:
-        objective: a loss of the targets' cross-entropies; None: their weighted sum.
-    """
-
-    objective: Objective | None = None
-
-    def __init__(self, layers: Layers, loss_chunk: int, label_smoothing: float, z_loss: float) -> None:
-        super().__init__(**layers.linear("lm_head"))
-        self.vocab_size = layers.cfg.vocab
-        self.loss_chunk = loss_chunk
-        self.label_smoothing = label_smoothing
-        self.softcap, self.z_loss = layers.cfg.logit_softcap, z_loss
-        self.scale = 1 / layers.cfg.width_multiplier
-
-    def forward(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:  # type: ignore[override]
-        """Map x_SBH (x_sBH) to weighted token losses [S, B], or without targets to this rank's logits [S, B, V/T]."""
-        x = x if self.scale == 1.0 else x * self.scale
-        if batch.targets_SB is None:
-            return softcap_(super().forward(x), self.softcap)
-        if self.objective is not None:
-            return self._losses_of(self.objective, x, batch.targets_SB, batch, fwd)
-        if self.loss_chunk:
-            weights = 1.0 if batch.weights_SB is None else batch.weights_SB
-            loss = self._in_chunks(x, batch.targets_SB, weights * fwd.grad_scale if fwd.training else None)
-        else:
-            loss = self._at_once(x, batch.targets_SB, fwd)
-        return loss if batch.weights_SB is None else loss * batch.weights_SB
-
-    def _losses_of(
-        self, objective: Objective, x: torch.Tensor, targets_SB: torch.Tensor, batch: MicroBatch, fwd: ForwardPass
-    ) -> torch.Tensor:
-        """Return the losses of an objective, with the gradient of the tokens' weighted losses."""
-        if self.loss_chunk:
-            # Gradients are made with the losses, so that the weights must be known before.
-            with torch.no_grad():
-                losses_SB, weights_SB = objective(self._in_chunks(x, targets_SB, None), batch, fwd)
-            loss = self._in_chunks(x, targets_SB, weights_SB * fwd.grad_scale) if fwd.training else losses_SB
-        else:
-            loss = self._at_once(x, targets_SB, fwd)
-            losses_SB, weights_SB = objective(loss.detach(), batch, fwd)
-        weighted = loss * weights_SB
-        return weighted - weighted.detach() + losses_SB
-
-    def _in_chunks(self, x: torch.Tensor, targets_SB: torch.Tensor, dloss: torch.Tensor | float | None) -> torch.Tensor:
-        return linear_cross_entropy(
-            x, self, targets_SB, self.vocab_size, self.loss_chunk, self.softcap, self.z_loss, dloss
-        )
-
-    def _at_once(self, x: torch.Tensor, targets_SB: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
-        logits = super().forward(x)
-        return vocab_parallel_cross_entropy(
-            logits.view(-1, logits.shape[-1]),
-            targets_SB.reshape(-1),
-            self.tp,
-            self.vocab_size,
-            self.ops,
-            self.label_smoothing if fwd.training else 0.0,
-            self.z_loss,
-            self.softcap,
-        ).view(targets_SB.shape)

@@ -1,4 +1,5 @@
-"""What a kind of layer is: a block has a mixer (`layers.N.self_attn`) and a feed-forward layer (`layers.N.mlp`).
+"""What a kind of layer is: a block has a mixer (`layers.N.self_attn`) and a feed-forward layer (`layers.N.mlp`), and a
+model ends in a head.
 
 A family names both for every layer (`Family.block_kind`); `MIXERS` and `FEED_FORWARDS` hold the kinds by name. A kind
 is one object, and all that differs between kinds is asked of it: parameters, partition, FLOPs and the planner's memory
@@ -8,7 +9,8 @@ and time. It is a description, read without torch; `module` makes the layer itse
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megalite.core.base.table import Table
 from megalite.core.model.saved import SavedTensor
@@ -20,6 +22,11 @@ if TYPE_CHECKING:  # plans read kinds, and start without torch
     from torch import nn
 
     from megalite.core.model.layers import Layers
+
+
+Objective = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""(what a head loses by each target, detached, fp32 [S, B]; `MicroBatch`; `ForwardPass`) -> (losses, to be summed; the
+derivative of that sum of all ranks by each of those): both fp32 [S, B]."""
 
 
 class LayerKind(ABC):
@@ -130,8 +137,39 @@ class FeedForward(LayerKind):
         """Make the feed-forward layer of block `index`, called with (x_SBH, fwd), to the shape of x."""
 
 
+class Head(ABC):
+    """What reads the last hidden states: the output layer, and the loss where there are targets.
+
+    Attributes:
+        module_name: global name of its module, which those of its parameters begin with.
+    """
+
+    module_name: ClassVar[str]
+
+    @abstractmethod
+    def specs(self, cfg: ModelConfig) -> list[ParamSpec]:
+        """Declare its parameters."""
+
+    @abstractmethod
+    def weight_work(self, cfg: ModelConfig) -> int:
+        """Count the multiply-adds of a token with its weights, without padding."""
+
+    def copied(self, cfg: StepConfig) -> int:
+        """Compute the bytes that it keeps for backward per micro-batch beside its input and what it makes of it."""
+        return 0
+
+    @abstractmethod
+    def module(self, layers: Layers, loss_chunk: int, label_smoothing: float, z_loss: float) -> nn.Module:
+        """Make it, called with (x_SBH, micro-batch, pass), to losses fp32 [S, B]. It has an `objective`: a loss of what
+        it loses by each target; None: their weighted sum. For the other arguments see `TrainConfig`.
+        """
+
+
 MIXERS: Table[Mixer] = Table("megalite.core.parts.mixers", "MIXER")
 """Name (`BlockKind.mixer`) -> mixer."""
 
 FEED_FORWARDS: Table[FeedForward] = Table("megalite.core.parts.ffn", "FEED_FORWARD")
 """Name (`BlockKind.feed_forward`) -> feed-forward layer."""
+
+HEADS: Table[Head] = Table("megalite.core.parts.heads", "HEAD")
+"""Name (`ModelConfig.head`) -> head."""

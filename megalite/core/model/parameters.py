@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
 
-from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
-from megalite.core.model.specs import norm
+from megalite.core.model.kinds import FEED_FORWARDS, HEADS, MIXERS
+from megalite.core.model.specs import norm, vocabulary
 from megalite.core.options.model import ModelConfig
 from megalite.core.sharding import ParamSpec, count_parameters
 
@@ -33,20 +32,13 @@ NORM_NAMES = {
 def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     """List every parameter of the model, whatever the layout. Matrices are [out, in]; q|k|v and gate|up are packed."""
     hidden, width = cfg.hidden_size, cfg.embedding_width
-    vocab = cfg.vocab
-    std = cfg.init_std
-    specs: list[ParamSpec] = []
-
-    def vocabulary(name: str, **options: Any) -> None:
-        rows = (("tp", 0),)
-        specs.append(ParamSpec(name, (vocab, width), rows, padded=True, std=std, decoupled_lr=True, **options))
+    specs = [vocabulary(cfg, "embed_tokens.weight")]
 
     def projection(name: str, out: int, inner: int) -> None:
         # Every rank holds all of it, and sees a part of the sequence.
         if cfg.embedding_size is not None:
-            specs.append(ParamSpec(f"{name}.weight", (out, inner), std=std, partial=("sequence",)))
+            specs.append(ParamSpec(f"{name}.weight", (out, inner), std=cfg.init_std, partial=("sequence",)))
 
-    vocabulary("embed_tokens.weight")
     projection("embed_proj", hidden, width)
     specs.extend(cfg.position_kind.specs(cfg))
     specs.extend(norm(cfg, "embed_norm") if cfg.embedding_norm else [])
@@ -54,14 +46,11 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
         specs.extend(_block(cfg, i))
     specs.extend(norm(cfg, "norm") if cfg.last_norm else [])
     projection("head_proj", width, hidden)
-    vocabulary("lm_head.weight", readout=True, tied_to="embed_tokens.weight" if cfg.tie_embeddings else None)
-    if cfg.head_bias:
-        options: dict[str, Any] = {"padded": True, "init": "zeros", "weight_decay": False, "decoupled_lr": True}
-        specs.append(ParamSpec("lm_head.bias", (vocab,), (("tp", 0),), **options))
+    specs.extend(HEADS[cfg.head].specs(cfg))
     for i in cfg.mtp_layers:
         specs.extend(_predicting_block(cfg, i))
     if cfg.mtp_layers and not cfg.tie_embeddings:
-        vocabulary("mtp_embed_tokens.weight", tied_to="embed_tokens.weight")
+        specs.append(vocabulary(cfg, "mtp_embed_tokens.weight", tied_to="embed_tokens.weight"))
     return MappingProxyType({spec.name: _of_width(spec, cfg.width_multiplier) for spec in specs})
 
 

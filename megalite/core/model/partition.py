@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megalite.core.base.errors import UserError
-from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
+from megalite.core.model.kinds import FEED_FORWARDS, HEADS, MIXERS
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.step import StepConfig
@@ -60,7 +60,7 @@ def head_work(cfg: ModelConfig) -> int:
     projections of embeddings, if they have any.
     """
     width = cfg.embedding_width
-    return cfg.vocab * width + (0 if cfg.embedding_size is None else 2 * width * cfg.hidden_size)
+    return HEADS[cfg.head].weight_work(cfg) + (0 if cfg.embedding_size is None else 2 * width * cfg.hidden_size)
 
 
 def mtp_work(cfg: ModelConfig) -> BlockWork:

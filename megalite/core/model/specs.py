@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from megalite.core.options.model import ModelConfig
 from megalite.core.sharding import Layout, ParamSpec
@@ -29,6 +29,12 @@ def linear(
     elif bias:
         specs.append(vector(f"{name}.bias", out, "zeros"))
     return specs
+
+
+def vocabulary(cfg: ModelConfig, name: str, **options: Any) -> ParamSpec:
+    """Declare a weight with a row per token id, as wide as the embedding."""
+    shape = cfg.vocab, cfg.embedding_width
+    return ParamSpec(name, shape, (("tp", 0),), padded=True, std=cfg.init_std, decoupled_lr=True, **options)
 
 
 def vector(name: str, size: int, init: Literal["ones", "zeros"]) -> ParamSpec:

@@ -6,6 +6,7 @@ from megalite.core.parts.decays.published import WsdOptions
 from megalite.core.parts.options.attention_options import AttentionOptions
 from megalite.core.parts.options.delta_nets import DeltaNetOptions
 from megalite.core.parts.options.expert_options import ExpertOptions
+from megalite.core.parts.options.head_options import HeadOptions
 from megalite.core.parts.options.latents import LatentOptions
 from megalite.core.parts.options.multi_token import MultiTokenOptions
 from megalite.core.parts.options.mup import MupOptions
@@ -22,6 +23,7 @@ class ModelParts(
     AttentionOptions,
     DeltaNetOptions,
     ExpertOptions,
+    HeadOptions,
     LatentOptions,
     LearnedPositionOptions,
     MupOptions,

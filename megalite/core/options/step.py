@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megalite.core.base.errors import require
 from megalite.core.options.all_parts import model_parts, optim_parts
@@ -24,6 +24,8 @@ class StepConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
+        if self.train.stage == "reward" and self.model.head != "score":
+            object.__setattr__(self, "model", replace(self.model, head="score"))
         self._check_tensor_parallel()
         for part in (*model_parts(), *optim_parts()):
             part.check(self)

@@ -58,8 +58,9 @@ class TrainConfig:
     stays the cross-entropy."""
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the mean loss of the --mtp-num-layers modules in the gradients; `loss` in the metrics is without it."""
-    stage: Literal["lm", "dpo"] = "lm"
-    """What to learn: each next token (lm), or which of two answers is preferred (dpo; docs/alignment.md)."""
+    stage: Literal["lm", "dpo", "reward"] = "lm"
+    """What to learn: each next token (lm), which of two answers is preferred (dpo), or rewards that tell them apart
+    (reward); docs/alignment.md has both."""
     dpo_loss: Annotated[str, Choices(PREFERENCES)] = "sigmoid"
     """With --stage dpo: the loss of a pair; sigmoid is DPO's own. docs/alignment.md has the others."""
     dpo_beta: float = 0.1
@@ -68,6 +69,9 @@ class TrainConfig:
     """With --stage dpo: share of the pairs whose answers are taken to be the wrong way round."""
     simpo_gamma: float = 0.5
     """With --dpo-loss simpo: margin by which the preferred answer's reward is to be the higher one."""
+    reward_center: float = 0.0
+    """With --stage reward: weight of the squared sum of a pair's rewards in its loss, which keeps them near 0 (TRL's
+    center_rewards_coefficient; 0.01 is usual)."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are sent over dp; with ZeRO they are summed in fp32."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -91,7 +95,7 @@ class TrainConfig:
         in_range(self, "label_smoothing z_loss", 0, 1)
         in_range(self, "mtp_loss_scaling_factor dpo_beta", 0, 100, above=True)
         in_range(self, "dpo_smoothing", 0, 0.5)
-        in_range(self, "simpo_gamma", 0, 100)
+        in_range(self, "simpo_gamma reward_center", 0, 100)
         in_range(self, "loss_chunk", 0, 10**9)
         in_range(self, "fp8_keep_bf16", 0, 10**6)
         require(
@@ -131,6 +135,11 @@ class TrainConfig:
             "compressed gradients have a format of their own",
             "drop one of the two",
         )
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether it learns from pairs of answers."""
+        return self.stage != "lm"
 
     @property
     def compression(self) -> Compression | None:

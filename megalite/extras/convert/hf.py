@@ -118,14 +118,27 @@ def export_hf(
                 special.update(export_tokenizer(tokenizer, folder, cfg, sha256, template))
             else:
                 logger.warning("unknown tokenizer: the export has none (pass --tokenizer)")
+            if cfg.head == "score":
+                special["pad_token_id"] = _own_pad(special)
             config = write_config(_without_mup(cfg), torch_name(weight_dtype), special)
             _write_weights(reader, cfg, weight_dtype, folder, shard_bytes)
             _write_json(folder / "config.json", config)
             ids = {k: v for k, v in config.items() if k.endswith("_token_id") and v is not None}
-            _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+            if cfg.head == "lm":
+                _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
     finally:
         reader.close()
     return config
+
+
+def _own_pad(special: dict[str, Any]) -> int | None:
+    """Return the id that pads batches, unless documents end in it: transformers reads a reward before the padding."""
+    pad, ends = special.get("pad_token_id"), special.get("eos_token_id")
+    if pad is None or pad in (ends if isinstance(ends, list) else [ends]):
+        what = "pad_token_id is null: transformers gives the rewards of one document at a time"
+        logger.warning(f"{what} (set it to an id that no document ends in, for batches)")
+        return None
+    return int(pad)
 
 
 def _exported_model(cfg: ModelConfig) -> ModelConfig:

@@ -227,7 +227,7 @@ def _label_states(tracker: Tracker, engine: Engine[Config]) -> None:
         tracker.label("gradients", [bucket.grad, bucket.grad_share])
         tracker.label("weights", [bucket.weights, bucket.store.share])
     tracker.label_rest("other states")
-    output = {id(stage.lm_head.weight) for stage in engine.stages.values() if stage.last}
+    output = {id(stage.head.weight) for stage in engine.stages.values() if stage.last}
     for bucket in engine.optimizer.buckets:
         for param, start in zip(bucket.params, bucket.starts):
             if id(param) in output:

@@ -123,6 +123,7 @@ def find_weights(path: Path, tokenizer: str | None = None) -> Weights:
     """
     if (path / "config.json").is_file():
         cfg = hf_model_config(path)
+        _check_head(cfg, path)
         # Its length is the number of positions, which may be far more than a window needs.
         cfg = dataclasses.replace(cfg, seq_len=min(cfg.seq_len, _HF_WINDOW), mtp_num_layers=0)
         return Weights(path, cfg, tokenizer or (str(path) if holds_tokenizer(path) else None), None, None, {})
@@ -130,6 +131,7 @@ def find_weights(path: Path, tokenizer: str | None = None) -> Weights:
     manifest = read_manifest(checkpoint)
     meta = manifest.meta
     cfg = dataclasses.replace(model_config(meta, checkpoint), mtp_num_layers=0)
+    _check_head(cfg, checkpoint)
     name, sha256 = tokenizer or recorded_tokenizer(meta), meta.get("tokenizer_sha256")
     return Weights(checkpoint, cfg, name, sha256, manifest.step, meta["config"], meta.get("chat_template"))
 
@@ -149,6 +151,11 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
     name = weights.tokenizer
     tokenizer_ = load_tokenizer(name) if name else None
     return Model(weights.cfg, stage.eval(), tokenizer_, weights.step, weights.chat_template)
+
+
+def _check_head(cfg: ModelConfig, path: Path) -> None:
+    rule = "is a model of rewards, which predicts no token"
+    require(cfg.head == "lm", str(path), rule, "export it, and read its rewards with transformers")
 
 
 def _tensors(cfg: ModelConfig) -> set[str]:

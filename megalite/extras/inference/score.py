@@ -236,7 +236,7 @@ class _AnswerStage(torch.nn.Module):
         assert batch.targets_SB is not None
         last_B = batch.targets_SB.argmax(0)
         logits_BV = y[last_B, torch.arange(len(last_B), device=last_B.device)]
-        self.answers.append(_gather_vocabulary(logits_BV, self._ctx.tp, self._stage.lm_head.vocab_size).float())
+        self.answers.append(_gather_vocabulary(logits_BV, self._ctx.tp, self._stage.head.vocab_size).float())
         return y.new_zeros(())
 
 

@@ -66,8 +66,8 @@ def _preprocess(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--pairs",
         action="store_true",
-        help="records are pairs of answers, for --stage dpo: prompt, chosen and rejected, texts or messages; without "
-        "prompt it is the turns that chosen and rejected have in common",
+        help="records are pairs of answers, for --stage dpo or reward: prompt, chosen and rejected, texts or messages; "
+        "without prompt it is the turns that chosen and rejected have in common",
     )
     parser.add_argument(
         "--chat-template",

@@ -13,7 +13,7 @@ from megalite.core.base.log import logger, warn_on_rank_0
 from megalite.runtime.data.binary import AT_START
 from megalite.runtime.data.blend import BlendedDataset
 from megalite.runtime.data.packing import LossMask, PackedDataset, mask_path
-from megalite.runtime.data.pairs import PairDataset, are_pairs
+from megalite.runtime.data.pairs import PairDataset, RewardedPairs, are_pairs
 from megalite.runtime.data.samples import Dataset, GPTDataset, split_documents
 from megalite.runtime.data.sidecar import read_sidecar, read_stream_pieces
 from megalite.runtime.data.stream.catalogue import is_text_path
@@ -146,7 +146,7 @@ def build_datasets(
     long_documents: Literal["cut", "drop"] = "cut",
     share: tuple[int, int] = (0, 1),
     text: TextOptions | None = None,
-    pairs: bool = False,
+    pairs: Literal["dpo", "reward"] | None = None,
 ) -> Datasets:
     """Open, check and split the data.
 
@@ -166,14 +166,14 @@ def build_datasets(
             their answers, others every token.
         share: (rank, world): the ranks share the checking of the files, see `IndexedDataset.verify`.
         text: how text is read.
-        pairs: the data are pairs of answers, of which one is preferred.
+        pairs: the stage that learns from pairs of answers, of which one is preferred: the data are these.
 
     Raises:
         UserError: files missing, changed, damaged or of a larger vocabulary, a split shorter than one sample.
     """
     if any(texts_of(words) or stream_prefixes_of(words) for words in (data, valid_data)):
         rule = "learns from pairs of answers, and text has none"
-        require(not pairs, "--stage dpo with text as data", rule, "make pairs with megalite preprocess --pairs")
+        require(not pairs, f"--stage {pairs} with text as data", rule, "make pairs with megalite preprocess --pairs")
         chat = loss_on not in (None, "all") or loss_per == "sample"
         given = f"--loss-on {loss_on}" if loss_on not in (None, "all") else f"--loss-per {loss_per}"
         require(
@@ -189,9 +189,13 @@ def build_datasets(
         )
         return _streams(streams, data, valid_data, split if not valid_data else None, shuffle, evaluate)
     sources = _open(data, vocab_size, share)
-    train, valid, _ = zip(*(_split(indexed.num_documents, split, pairs) for _, indexed in sources))
+    train, valid, _ = zip(*(_split(indexed.num_documents, split, bool(pairs)) for _, indexed in sources))
     options: dict[str, Any] = {"on": loss_on, "per": loss_per, "long_documents": long_documents}
-    kind = partial(_pairs_of, **options) if pairs else partial(_dataset_of, document_mask=document_mask, **options)
+    kind = (
+        partial(_pairs_of, stage=pairs, **options)
+        if pairs
+        else partial(_dataset_of, document_mask=document_mask, **options)
+    )
     make = partial(_dataset, kind, seq_len=seq_len, seed=seed, vocab_size=vocab_size)
     if valid_data:
         logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
@@ -257,7 +261,7 @@ def _dataset_of(
     """Pack whole documents of data with a loss mask; take samples from the continuous text of other data."""
     marked = mask_path(indexed.prefix).exists()
     given, rule = f"--data {indexed.prefix}", "has pairs of answers, of which one is preferred"
-    require(not are_pairs(indexed.prefix), given, rule, "give --stage dpo, or preprocess conversations without --pairs")
+    require(not are_pairs(indexed.prefix), given, rule, "give --stage dpo or reward, or preprocess without --pairs")
     if marked and on is None:
         logger.info(f"{indexed.prefix} has marked answers and they alone are learned (all tokens with --loss-on all)")
     if marked or on not in (None, "all") or per == "sample":
@@ -266,13 +270,16 @@ def _dataset_of(
     return GPTDataset(indexed, document_mask=document_mask, **options)
 
 
-def _pairs_of(indexed: IndexedDataset, *, on: Any, per: str, long_documents: Any, **options: Any) -> PairDataset:
+def _pairs_of(
+    indexed: IndexedDataset, *, stage: str, on: Any, per: str, long_documents: Any, **options: Any
+) -> PairDataset:
     """Pack pairs of answers."""
-    given, rule = f"--loss-on {on} --loss-per {per} with --stage dpo", "the loss of a pair is of both its answers"
+    given, rule = f"--loss-on {on} --loss-per {per} with --stage {stage}", "the loss of a pair is of both its answers"
     require(on in (None, "answers") and per == "token", given, rule, "drop --loss-on and --loss-per")
-    given, rule = f"--stage dpo with --data {indexed.prefix}", "learns from pairs of answers, and these are none"
+    given, rule = f"--stage {stage} with --data {indexed.prefix}", "learns from pairs of answers, and these are none"
     require(are_pairs(indexed.prefix), given, rule, "make them with megalite preprocess --pairs")
-    return PairDataset(indexed, mask=LossMask(indexed, "answers"), long_documents=long_documents, **options)
+    kind = RewardedPairs if stage == "reward" else PairDataset
+    return kind(indexed, mask=LossMask(indexed, "answers"), long_documents=long_documents, **options)
 
 
 def _dataset(

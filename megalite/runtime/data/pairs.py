@@ -32,10 +32,11 @@ class PairDataset(PackedDataset):
     """
 
     _items = "pairs"
+    _beyond = 1  # tokens of a document that take no place: the last, which has nothing to predict
     references: npt.NDArray[np.float64] | None = None
 
     def _choose(self) -> tuple[Tokens, Tokens, str]:
-        own, half = self.indexed.sizes - 1, self.seq_len // 2
+        own, half = self.indexed.sizes - self._beyond, self.seq_len // 2
         first, stop = self.documents[0] // 2, self.documents[1] // 2
         too_long = own[::2] + own[1::2] > self.seq_len
         if self.long_documents == "cut":
@@ -70,10 +71,10 @@ class PairDataset(PackedDataset):
         documents, at = [2 * pair + side for pair in pairs for side in (0, 1)], 0
         for number, document in enumerate(documents):
             first, places = int(self.indexed.starts[document]), int(self._places_of[document])
-            tokens = read_ids(self.indexed, first, first + places + 1, self.vocab_size)
-            learned = self._learned(document)
-            inputs[at : at + places], starts[at : at + places] = tokens[:-1], at
-            targets[at + learned], owners[at + learned] = tokens[1 + learned], number
+            tokens = read_ids(self.indexed, first, first + places + self._beyond, self.vocab_size)
+            learned, ids = self._targets(document, tokens)
+            inputs[at : at + places], starts[at : at + places] = tokens[:places], at
+            targets[at + learned], owners[at + learned] = ids, number
             weights[at + learned[:1]] = number % 2 == 0
             references[at + learned[:1]] = 0.0 if self.references is None else self.references[document]
             at += places
@@ -82,7 +83,7 @@ class PairDataset(PackedDataset):
 
     def whole(self) -> PairDataset:
         """Return all pairs of the data, in order, whatever the split."""
-        return PairDataset(
+        return type(self)(
             self.indexed,
             self.seq_len,
             self.mask,
@@ -96,6 +97,20 @@ class PairDataset(PackedDataset):
         """List the pairs of each sample of the first epoch."""
         return [self.documents_at(position) for position in range(self.num_samples)]
 
+    def _targets(self, document: int, tokens: Tokens) -> tuple[Tokens, Tokens]:
+        """Return the places of a document that have a target, and these."""
+        learned = self._learned(document)
+        return learned, tokens[1 + learned]
+
     def _learned(self, document: int) -> Tokens:
-        """Return the places of a document that have a target."""
+        """Return the places of a document before a token of its answer."""
         return np.flatnonzero(self.mask.of(document)[1 : int(self._places_of[document]) + 1])
+
+
+class RewardedPairs(PairDataset):
+    """Pairs of documents that have one target each, at the place of their last token, whose output is their reward."""
+
+    _beyond = 0
+
+    def _targets(self, document: int, tokens: Tokens) -> tuple[Tokens, Tokens]:
+        return np.array([len(tokens) - 1]), tokens[-1:]

@@ -135,11 +135,12 @@ def open_data(
     seed = cfg.train.seed
     if train_data is not None:
         rule = "learns from pairs of answers, which samples of your own do not mark"
-        require(cfg.train.stage != "dpo", "stage dpo with train_data", rule, "give data of megalite preprocess --pairs")
+        given, remedy = f"stage {cfg.train.stage} with train_data", "give data of megalite preprocess --pairs"
+        require(not cfg.train.of_pairs, given, rule, remedy)
         datasets = _own_datasets(cfg, train_data, valid_data)
     elif d.mock_data:
-        given, rule = "--mock-data with --stage dpo", "synthetic sequences are no pairs of answers"
-        require(cfg.train.stage != "dpo", given, rule, "give --data PREFIX of megalite preprocess --pairs")
+        given, rule = f"--mock-data with --stage {cfg.train.stage}", "synthetic sequences are no pairs of answers"
+        require(not cfg.train.of_pairs, given, rule, "give --data PREFIX of megalite preprocess --pairs")
         mock: Dataset = MockDataset(model.vocab, model.seq_len, seed)
         datasets = Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1) if cfg.run.evaluates else None)
     else:
@@ -193,7 +194,7 @@ def _token_files(cfg: Config, tokenizer: Tokenizer | None, share: tuple[int, int
         long_documents=d.long_documents,
         share=share,
         text=_text_options(cfg, tokenizer),
-        pairs=cfg.train.stage == "dpo",
+        pairs=None if cfg.train.stage == "lm" else cfg.train.stage,
     )
 
 

@@ -16,6 +16,7 @@ from megalite.core.mesh.agree import agree
 from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.model.dropout import VERSION_OF_MASKS
+from megalite.core.options.model import ModelConfig
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.rates import full_batch, rates_at
 from megalite.core.options.train import TrainConfig
@@ -25,6 +26,7 @@ from megalite.runtime.checkpoint.load import Verified, find_good, load_checkpoin
 from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.checkpoint.meta import require_entries
 from megalite.runtime.checkpoint.mirror import Mirror, copy_together
+from megalite.runtime.checkpoint.new_head import NEW_HEAD, gets_new_head, taken_over, tensors_only_in
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.data import VERSION_OF_DATA
 from megalite.runtime.options.fields import GROUPS
@@ -166,13 +168,19 @@ def resume(engine: Engine[Config], source: Source, meta: dict[str, Any]) -> dict
     with_moments = not (source.reset_optimizer or unfit_moments(engine.cfg, manifest))
     order = _ORDER_PARTS if saved.get("data_hash") and not source.reset_data else ()
     agree(engine.ctx, lambda: require_entries(saved, [*_PARTS, *(_SCALARS if with_moments else ()), *order], path))
-    agree(engine.ctx, lambda: _check_model(engine.cfg, source, saved))
+    theirs = agree(engine.ctx, lambda: _check_model(engine.cfg, source, saved))
     _check_tokenizer(path, saved, ours)
     if not source.reset_data:
         _check_data(path, saved, ours)
     if not source.reset_step:
         _check_schedules(engine.cfg, path, saved)
-    load_checkpoint(source.checkpoint, optimizer.states(), engine.ctx, moments=with_moments)
+    states, left_out, model = optimizer.states(), set[str](), engine.cfg.model
+    if gets_new_head(theirs, model):
+        logger.info(NEW_HEAD)
+        optimizer.init_parameters(engine.cfg.train.seed)
+        new, left_out = tensors_only_in(model, theirs), tensors_only_in(theirs, model)
+        states = [state for state in states if state.name not in new]
+    load_checkpoint(source.checkpoint, states, engine.ctx, moments=with_moments, left_out=left_out)
     if with_moments:
         optimizer.load_scalars(saved["scalars"])
         engine.scaler.load_scalars(saved["scalars"])
@@ -266,10 +274,11 @@ def _recorded(saved: dict[str, Any], section: str) -> dict[str, Any]:
     return {**json.loads(json.dumps(dataclasses.asdict(whole))), **({} if section == "model" else given)}
 
 
-def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another model."""
+def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> ModelConfig:
+    """Refuse a checkpoint of another model; returns its model. A stage on other data may have another head."""
     # An option that is newer than the checkpoint has its default there.
-    theirs = model_config(saved, source.path)
+    held = model_config(saved, source.path)
+    theirs = taken_over(held, cfg.model) if source.reset_data else held
     extends = not cfg.model.position_kind.limited
     free = {*TRAINING_ONLY, *(("max_position_embeddings",) if extends else ()), *(_ROTARY if source.reset_data else ())}
     differ = {
@@ -283,8 +292,11 @@ def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> None:
         if differ.keys() == {"mtp_num_layers"}:
             why = ", or start a new run from its export, with --init-from-hf" if count else ": none can be added later"
             advice = f"give --mtp-num-layers {count}{why}"
+        if gets_new_head(held, cfg.model):
+            advice = f"a model of rewards starts from it with --resume {source.path} --reset-data --reset-optimizer"
         rule = f"was made with another model ({'; '.join(differ.values())})"
         raise UserError(f"checkpoint {source.path}", rule, advice)
+    return held
 
 
 def _check_schedules(cfg: Config, path: Path, saved: dict[str, Any]) -> None:

@@ -225,6 +225,8 @@ def init_weights(engine: Engine[Config]) -> dict[str, Any]:
         logger.info(f"new run: random weights of --seed {engine.cfg.train.seed}")
     else:
         local = agree(engine.ctx, lambda: bring_tree(folder, engine.cfg.run.cache_dir))
+        if engine.cfg.model.head == "score":
+            engine.optimizer.init_parameters(engine.cfg.train.seed)
         source = load_hf(local, engine.cfg.model, engine.optimizer.states(), engine.ctx)
         engine.optimizer.finish_load()
         logger.info(f"weights from {folder} ({source.dtype}); the optimizer starts at zero")

@@ -11,7 +11,7 @@ import pytest
 from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.data import IndexedDataset, LossMask, Rows, build_datasets
-from megalite.runtime.data.pairs import PairDataset
+from megalite.runtime.data.pairs import PairDataset, RewardedPairs
 
 # Sizes of the two documents of each pair; of each the last two tokens are the answer.
 SIZES = [(4, 5), (9, 4), (6, 6), (4, 4), (12, 20), (5, 7)]
@@ -93,7 +93,7 @@ def test_a_pair_that_fits_is_not_cut(prefix: str) -> None:
 
 
 def test_splits_are_by_pairs(prefix: str) -> None:
-    data = build_datasets([prefix], split="4,2,0", seq_len=64, seed=1, vocab_size=2000, pairs=True)
+    data = build_datasets([prefix], split="4,2,0", seq_len=64, seed=1, vocab_size=2000, pairs="dpo")
     train, valid = data.train, data.valid
     assert isinstance(train, PairDataset)
     assert isinstance(valid, PairDataset)
@@ -103,3 +103,24 @@ def test_splits_are_by_pairs(prefix: str) -> None:
 def test_no_pair_has_room(prefix: str) -> None:
     with pytest.raises(UserError, match="none of its 6 pairs"):
         opened(prefix, 5, long_documents="drop")
+
+
+def test_a_reward_is_read_at_the_last_token_of_a_document(prefix: str) -> None:
+    """Which has a place of its own: two more than a pair of answers takes."""
+    indexed = IndexedDataset(prefix)
+    data = RewardedPairs(indexed, SEQ, LossMask(indexed, "answers"), shuffle=False)
+    seen, pairs = [], 0.0
+    for position in range(data.num_samples):
+        row = data.sample(position)
+        assert row.owners is not None
+        assert row.weights is not None
+        (marked,) = np.nonzero(row.targets >= 0)
+        assert row.owners[marked].tolist() == list(range(len(marked)))
+        assert row.weights[marked].tolist() == [1.0, 0.0] * (len(marked) // 2)
+        seen += row.inputs[marked].tolist()
+        pairs += row.total_weight()
+    sizes = np.ravel(SIZES)
+    cut = np.where(np.repeat(sizes[::2] + sizes[1::2] > SEQ, 2), np.minimum(sizes, SEQ // 2), sizes)
+    whole = [100 * (d + 1) + size - 1 for d, size in enumerate(cut.tolist()) if d // 2 != 4]
+    assert sorted(seen) == whole, "a pair without a token of an answer is dropped"
+    assert pairs == len(whole) / 2

@@ -16,7 +16,8 @@ from megalite.core.engine import Engine
 from megalite.core.mesh import collectives
 from megalite.core.options.choices import PREFERENCES
 from megalite.core.options.step import StepConfig
-from megalite.core.parts.preferences.dpo import Pairs
+from megalite.core.options.train import TrainConfig
+from megalite.core.parts.preferences.dpo import Pairs, Preference
 from megalite.core.sums import Counter
 
 FIGURES = (
@@ -33,25 +34,29 @@ FIGURES = (
 class Preferences(Counter):
     """The loss of pairs, which the output layer asks for, and its figures: `FIGURES`, and the number of pairs."""
 
-    name = "preferences"
+    name, stage = "preferences", "dpo"
 
     def __init__(self, engine: Engine[StepConfig]) -> None:
         self._engine = engine
         self._train = engine.cfg.train
         self._cp = engine.ctx.axis("cp")
-        self._kind = PREFERENCES[self._train.dpo_loss]
+        self._kind = self._kind_of(self._train)
         self._sums = self._zeros()
 
     @classmethod
     def of(cls, engine: Engine[StepConfig]) -> Preferences | None:
-        """Make it the objective of a run of preferences."""
-        if engine.cfg.train.stage != "dpo":
+        """Make it the objective of a run of its stage."""
+        if engine.cfg.train.stage != cls.stage:
             return None
         counter = cls(engine)
         for stage in engine.stages.values():
             if stage.last:
-                stage.lm_head.objective = counter
+                stage.head.objective = counter
         return counter
+
+    def _kind_of(self, train: TrainConfig) -> Preference:
+        kind: Preference = PREFERENCES[train.dpo_loss]
+        return kind
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(1 + len(FIGURES), dtype=torch.float64, device=self._engine.ctx.device)
@@ -74,20 +79,27 @@ class Preferences(Counter):
         sums.index_add_(1, number_SB.flatten(), torch.stack([(x * counted_SB).flatten() for x in known]))
         collectives.all_reduce(sums, self._cp).wait()
         (chosen, rejected), (of_chosen, of_rejected), (by_ref_c, by_ref_r) = sums.view(3, -1, 2).transpose(1, 2)
-        gain_c, gain_r = chosen - by_ref_c, rejected - by_ref_r
-        pairs = Pairs(gain_c, gain_r, of_chosen.clamp(min=1), of_rejected.clamp(min=1))
+        counts = of_chosen.clamp(min=1), of_rejected.clamp(min=1)
+        pairs = Pairs(chosen - by_ref_c, rejected - by_ref_r, *counts)
         found = self._kind.loss(pairs, self._train)
         pair_SB, first_SB = number_SB // 2, counted_SB.double()
         first_SB = first_SB if batch.weights_SB is None else first_SB * batch.weights_SB
         if fwd.training:
-            if self._kind.by_token:
-                gain_c, gain_r = gain_c / pairs.of_chosen, gain_r / pairs.of_rejected
-            beta = self._train.dpo_beta
-            rewards = beta * gain_c, beta * gain_r, beta * (gain_c - gain_r), (gain_c > gain_r).double()
-            figures = torch.stack((torch.ones_like(chosen), *rewards, chosen, rejected))
-            self._sums += (figures[:, pair_SB] * first_SB).sum((1, 2))
+            self._note(pairs, (chosen, rejected), pair_SB, first_SB)
         by_answer = torch.stack((found.by_chosen, found.by_rejected), 1).flatten()
         return (found.loss[pair_SB] * first_SB).float(), (-by_answer[number_SB] * counted_SB).float()
+
+    def _note(
+        self, pairs: Pairs, logps: tuple[torch.Tensor, torch.Tensor], pair_SB: torch.Tensor, first_SB: torch.Tensor
+    ) -> None:
+        """Add to the figures the pairs that have their first target here: 1 in `first_SB`, and their number."""
+        gain_c, gain_r = pairs.chosen, pairs.rejected
+        if self._kind.by_token:
+            gain_c, gain_r = gain_c / pairs.of_chosen, gain_r / pairs.of_rejected
+        beta = self._train.dpo_beta
+        rewards = beta * gain_c, beta * gain_r, beta * (gain_c - gain_r), (gain_c > gain_r).double()
+        figures = torch.stack((torch.ones_like(gain_c), *rewards, *logps))
+        self._sums += (figures[:, pair_SB] * first_SB).sum((1, 2))
 
     def sums(self) -> torch.Tensor:
         own, self._sums = self._sums, self._zeros()

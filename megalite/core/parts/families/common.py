@@ -81,6 +81,7 @@ class Family:
     Attributes:
         name: `--arch`, and `model_type` in config.json.
         architecture: the class in transformers.
+        classifier: that of a model of rewards; "": the one of that name; None: there is none.
         options: `ModelConfig` values of the family; flags, presets and config.json override them.
         tensors: megalite name, with {} for the layer -> tensors of the file. A model uses those it has.
         copies: names of the copies of shared tensors that files hold for each module that predicts further tokens, with
@@ -108,6 +109,7 @@ class Family:
 
     name: str
     architecture: str
+    classifier: str | None = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Packing]
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -133,6 +135,12 @@ class Family:
         """Map the names of copies that files hold in modules of these numbers to names of megalite."""
         return {name.format(layer): ours for layer in layers for name, ours in self.copies.items()}
 
+    def class_of(self, head: str) -> str | None:
+        """Name the class in transformers of a model with a head; None: there is none."""
+        if head == "lm" or self.classifier != "":
+            return self.architecture if head == "lm" else self.classifier
+        return re.sub("ForCausalLM$|LMHeadModel$", "ForSequenceClassification", self.architecture)
+
     def holds(self, modules: int) -> bool:
         """Whether files can hold as many modules that predict further tokens."""
         return modules == 1 if self.module else bool(self.copies)
@@ -140,6 +148,8 @@ class Family:
     def place(self, name: str, num_layers: int) -> Packing:
         """Return the packing of a tensor in files of a model of `num_layers`, with the layer filled in."""
         match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
+        if name == "score.weight":  # in files of every family
+            return rows(name)
         entry = self.tensors[f"layers.{{}}.{match[2]}" if match else name]
         layer, names = int(match[1]) if match else 0, entry.names
         if self.module and layer >= num_layers:

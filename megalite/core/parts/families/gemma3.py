@@ -12,6 +12,7 @@ _LARGE: dict[str, Any] = {"head_dim": 256, "window": 1024, "rope_linear_factor":
 FAMILY = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    classifier="Gemma3TextForSequenceClassification",
     options={
         **OPTIONS,
         "qk_norm": "head",

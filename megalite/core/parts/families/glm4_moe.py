@@ -29,6 +29,7 @@ def _write(cfg: Any) -> dict[str, Any]:
 FAMILY = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
+    classifier=None,
     options={
         "qkv_bias": True,
         "rope_theta": 1e6,

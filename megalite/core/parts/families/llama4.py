@@ -64,6 +64,7 @@ _SIZES: dict[str, Any] = {
 FAMILY = Family(
     name="llama4_text",
     architecture="Llama4ForCausalLM",
+    classifier=None,
     options={
         "rope_theta": 500000.0,
         "attention_chunk_size": 8192,

@@ -7,6 +7,7 @@ from megalite.core.parts.families.llama import LLAMA_DEFAULTS, LLAMA_FIELDS, LLA
 FAMILY = Family(
     name="olmoe",
     architecture="OlmoeForCausalLM",
+    classifier=None,
     options={"qk_norm": "full", "num_experts": 64, "moe_topk": 8, "moe_renormalize": False},
     tensors={**LLAMA_TENSORS, **EXPERT_TENSORS},
     fields=(

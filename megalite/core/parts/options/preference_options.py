@@ -1,4 +1,4 @@
-"""What options of preferences (`--stage dpo`) go together with."""
+"""What options of stages that learn from pairs of answers (`--stage dpo`, `--stage reward`) go together with."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ from megalite.core.options.part import PartRules
 if TYPE_CHECKING:
     from megalite.core.options.step import StepConfig
 
+_OF_DPO = ("dpo_loss", "dpo_beta", "dpo_smoothing", "simpo_gamma")
+_OF_STAGES = {"dpo": _OF_DPO, "reward": ("reward_center",)}
+
 
 class PreferenceRules(PartRules[Any, "StepConfig"]):
-    """Preferences compare log-probabilities with those of a reference: nothing else may be in them."""
+    """Nothing but the loss of pairs may be in the loss of these stages."""
 
     def check(self, cfg: StepConfig) -> None:
         m, t = cfg.model, cfg.train
-        if t.stage != "dpo":
-            defaults = type(t)
-            for name in ("dpo_loss", "dpo_beta", "dpo_smoothing", "simpo_gamma"):
+        for stage, names in _OF_STAGES.items():
+            for name in names:
                 given = f"--{name.replace('_', '-')} {getattr(t, name)}"
-                rule = "is of preferences"
-                require(getattr(t, name) == getattr(defaults, name), given, rule, "give --stage dpo, or drop it")
+                is_read = t.stage == stage or getattr(t, name) == getattr(type(t), name)
+                rule = "is of preferences" if stage == "dpo" else "is of rewards"
+                require(is_read, given, rule, f"give --stage {stage}, or drop it")
+        if t.stage == "lm":
             return
-        for given, is_set in (
-            (f"--label-smoothing {t.label_smoothing}", t.label_smoothing),
-            (f"--z-loss {t.z_loss}", t.z_loss),
-            (f"--mtp-num-layers {m.mtp_num_layers}", m.mtp_num_layers),
-            (f"--hidden-dropout {m.hidden_dropout}", m.hidden_dropout),
-            (f"--attention-dropout {m.attention_dropout}", m.attention_dropout),
-        ):
-            rule = "is not part of the loss of pairs, whose log-probabilities are compared with the reference's"
-            require(not is_set, f"{given} with --stage dpo", rule, "set it to 0")
+        # Of DPO, log-probabilities are compared with the reference's, which are without.
+        dropout = {"hidden_dropout": m.hidden_dropout, "attention_dropout": m.attention_dropout}
+        of_tokens = {"label_smoothing": t.label_smoothing, "z_loss": t.z_loss, "mtp_num_layers": m.mtp_num_layers}
+        others: dict[str, float] = dropout if t.stage == "dpo" else {"loss_chunk": t.loss_chunk}
+        rule = {
+            "dpo": "is not part of the loss of pairs, whose log-probabilities are compared with the reference's",
+            "reward": "is of logits of tokens, which a model of rewards does not have",
+        }[t.stage]
+        for name, value in (of_tokens | others).items():
+            given = f"--{name.replace('_', '-')} {value} with --stage {t.stage}"
+            require(not value, given, rule, "set it to 0")
         given = f"--dpo-smoothing {t.dpo_smoothing} with --dpo-loss ipo"
         require(not t.dpo_smoothing or t.dpo_loss != "ipo", given, "IPO has no smoothing", "drop one of the two")
         given = f"--simpo-gamma {t.simpo_gamma} with --dpo-loss {t.dpo_loss}"

@@ -50,7 +50,7 @@ class Preference:
 
 def sigmoid(pairs: Pairs, options: Any) -> PairLoss:
     """DPO (Rafailov et al. 2023, arXiv:2305.18290, equation 7), its labels smoothed (Mitchell 2023, cDPO)."""
-    loss, by_h = _logistic(options.dpo_beta * (pairs.chosen - pairs.rejected), options.dpo_smoothing)
+    loss, by_h = logistic(options.dpo_beta * (pairs.chosen - pairs.rejected), options.dpo_smoothing)
     by = options.dpo_beta * by_h
     return PairLoss(loss, by, -by)
 
@@ -58,7 +58,7 @@ def sigmoid(pairs: Pairs, options: Any) -> PairLoss:
 def simpo(pairs: Pairs, options: Any) -> PairLoss:
     """SimPO (Meng et al. 2024, arXiv:2405.14734, equation 6): means over tokens, and a margin `simpo_gamma`."""
     gap = pairs.chosen / pairs.of_chosen - pairs.rejected / pairs.of_rejected
-    loss, by_h = _logistic(options.dpo_beta * gap - options.simpo_gamma, options.dpo_smoothing)
+    loss, by_h = logistic(options.dpo_beta * gap - options.simpo_gamma, options.dpo_smoothing)
     by = options.dpo_beta * by_h
     return PairLoss(loss, by / pairs.of_chosen, -by / pairs.of_rejected)
 
@@ -78,7 +78,7 @@ def ipo(pairs: Pairs, options: Any) -> PairLoss:
     return PairLoss(gap**2, 2 * gap / pairs.of_chosen, -2 * gap / pairs.of_rejected)
 
 
-def _logistic(h: Any, smoothing: float) -> tuple[Any, Any]:
+def logistic(h: Any, smoothing: float) -> tuple[Any, Any]:
     """Return -(1 - s) ln sigmoid(h) - s ln sigmoid(-h), and its derivative by h."""
     return (1 - smoothing) * _softplus(-h) + smoothing * _softplus(h), h.sigmoid() - (1 - smoothing)
 

@@ -24,7 +24,7 @@ from megalite.core.step import train_step
 from megalite.extras.plan.calibration.alone import SAMPLES, UNKNOWN
 from megalite.extras.plan.calibration.machine import Machine, at_least, least_squares, require_consistent
 from megalite.extras.plan.cluster import Cluster, Constants
-from megalite.extras.plan.memory.stages import vocab_rows
+from megalite.extras.plan.memory.stages import head_rows
 from megalite.extras.plan.time.block import Block, Workload, block_time, engine_of, head_time
 from megalite.extras.plan.time.step import step_time
 from megalite.runtime.options.fields import with_options
@@ -97,7 +97,7 @@ def _predicted(cfg: Config, samples: int, device: Device, constants: Constants) 
     load = replace(Workload.of(one, Cluster(device, 1, 1, device.network, constants)), samples=samples)
     return {
         "block": block_time(load, one.model.block_kind(0), Extent.NOTHING),
-        "ends": head_time(load, vocab_rows(one)),
+        "ends": head_time(load, head_rows(one)),
     }
 
 

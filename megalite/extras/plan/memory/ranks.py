@@ -13,7 +13,7 @@ from functools import cache, lru_cache, partial
 from operator import add, mul
 
 from megalite.core.mesh.grid import Grid
-from megalite.core.model.kinds import FEED_FORWARDS
+from megalite.core.model.kinds import FEED_FORWARDS, HEADS
 from megalite.core.model.partition import blocks_by_kind
 from megalite.core.model.saved import element_size, residual_bytes, tokens
 from megalite.core.options.recompute import Extent
@@ -37,10 +37,10 @@ from megalite.extras.plan.memory.matrices import placed_matrices, update_bytes
 from megalite.extras.plan.memory.stages import (
     PlannedBlock,
     count_blocks,
+    head_rows,
     parameters_on_rank,
     planned_block,
     split,
-    vocab_rows,
 )
 from megalite.extras.plan.memory.states import group_of, states_of, widened_bytes
 from megalite.extras.plan.memory.units import shapes_of, units_of
@@ -270,7 +270,7 @@ def _head_bytes(cfg: Config, num_microbatches: int) -> _HeadBytes:
     m = cfg.model
     e = element_size(cfg)
     held = tokens(cfg)
-    vocab = vocab_rows(cfg)
+    vocab = head_rows(cfg)
     chunked = cfg.train.loss_chunk > 0
     rows = min(cfg.train.loss_chunk, held) or held
     # With chunks, no logits are kept, and those of one chunk exist temporarily in the forward pass.
@@ -280,7 +280,8 @@ def _head_bytes(cfg: Config, num_microbatches: int) -> _HeadBytes:
     if m.logit_softcap is not None:
         loss += e * rows * vocab  # its slope, in backward
     work = max(_gpu_workspace(cfg, num_microbatches), gathered_bytes(cfg))
-    return _HeadBytes(0 if chunked else (1 + m.mtp_num_layers) * e * held * vocab, loss, work)
+    logits = 0 if chunked else (1 + m.mtp_num_layers) * e * held * vocab
+    return _HeadBytes(logits + HEADS[m.head].copied(cfg), loss, work)
 
 
 @lru_cache(maxsize=16)

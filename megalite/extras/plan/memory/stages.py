@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megalite.core.mesh.grid import Grid
+from megalite.core.model.kinds import HEADS
 from megalite.core.model.parameters import param_map
 from megalite.core.model.partition import blocks_by_kind, layer_split, stage_layers
 from megalite.core.options.choices import BlockKind
@@ -20,12 +21,18 @@ from megalite.runtime.options.run import Config
 
 def vocab_rows(cfg: Config) -> int:
     """Count the rows of the vocabulary on one tensor-parallel rank, padding included."""
-    return _vocab_rows(cfg.model, cfg.parallel.tp, cfg.parallel.vocab_divisible_by)
+    return _rows_of("embed_tokens", cfg.model, cfg.parallel.tp, cfg.parallel.vocab_divisible_by)
+
+
+def head_rows(cfg: Config) -> int:
+    """Count what the head makes of a token on one tensor-parallel rank, padding included: logits, or a reward."""
+    module = HEADS[cfg.model.head].module_name
+    return _rows_of(module, cfg.model, cfg.parallel.tp, cfg.parallel.vocab_divisible_by)
 
 
 @lru_cache(maxsize=256)
-def _vocab_rows(model: ModelConfig, tp: int, multiple: int) -> int:
-    return Shard(param_map(model)["lm_head.weight"], Layout(Grid.of(tp, tp=tp), multiple=multiple)).shape[0]
+def _rows_of(module: str, model: ModelConfig, tp: int, multiple: int) -> int:
+    return Shard(param_map(model)[f"{module}.weight"], Layout(Grid.of(tp, tp=tp), multiple=multiple)).shape[0]
 
 
 def split(cfg: Config) -> tuple[range, ...]:

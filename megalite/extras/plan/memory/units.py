@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megalite.core.mesh.grid import Grid
+from megalite.core.model.kinds import HEADS
 from megalite.core.model.parameters import param_map
 from megalite.core.model.specs import layout_holding
 from megalite.core.options.model import ModelConfig
@@ -60,7 +61,7 @@ def names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[
         if stage == len(layers) - 1:
             # Both uses of an embedding on one rank are one parameter.
             names += ["norm", "head_proj"]
-            names += [] if cfg.model.tie_embeddings and 0 in held else ["lm_head"]
+            names += [] if cfg.model.tie_embeddings and 0 in held else [HEADS[cfg.model.head].module_name]
             names += [] if 0 in held else ["mtp_embed_tokens"]
             names += [f"layers.{i}" for i in cfg.model.mtp_layers]
         out.append(names)

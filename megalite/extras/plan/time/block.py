@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import add
 
-from megalite.core.model.kinds import FEED_FORWARDS, MIXERS
+from megalite.core.model.kinds import FEED_FORWARDS, HEADS, MIXERS
 from megalite.core.model.partition import block_work
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
@@ -248,12 +248,14 @@ def head_time(load: Workload, rows: int) -> Block:
     """Compute the time of the output layer and the loss, with the projections of embeddings, if they have any.
 
     Args:
-        rows: rows of the vocabulary on this rank.
+        rows: rows of the head's weight on this rank.
     """
     x = load.tokens
     h = load.model.embedding_width
     rates = load.rates
-    once = load.over_tp
+    # A head that is whole on every rank gathers rewards, and not its input.
+    is_cut = any(spec.sharded_dims for spec in HEADS[load.model.head].specs(load.model))
+    once = load.over_tp if is_cut else 0.0
     loss = 24 * x * rows / rates.memory * rates.element / 2
     gemm, back = rates.gemm(x, rows, h), rates.gemm(x, h, rows) + rates.gemm(rows, h, x)
     if load.model.embedding_size is not None:

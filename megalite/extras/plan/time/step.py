@@ -24,7 +24,7 @@ from megalite.core.parts.schedules.choose import USUAL_COSTS, name_of
 from megalite.core.pipeline.schedule import placement_of
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.matrices import Placed, placed_matrices, transform_flops
-from megalite.extras.plan.memory.stages import PlannedBlock, count_blocks, planned_block, split, vocab_rows
+from megalite.extras.plan.memory.stages import PlannedBlock, count_blocks, head_rows, planned_block, split, vocab_rows
 from megalite.extras.plan.time.block import Block, Engine, Workload, block_time, embedding_time, head_time, mtp_time
 from megalite.extras.plan.time.experts import experts_time
 from megalite.extras.plan.time.rates import Rates
@@ -174,7 +174,7 @@ def pass_times(cfg: Config, cluster: Cluster, schedule: str, engine: Engine | No
         time = block_time(load, *block)
         return time + experts_time(cfg, load, block.recomputed) if block.kind.feed_forward == "moe" else time
 
-    head = head_time(load, vocab_rows(cfg))
+    head = head_time(load, head_rows(cfg))
     embedding = embedding_time(load)
     counts = count_blocks(cfg.model, cfg.train.recompute, layers)
     offloads = cfg.train.offload == "activations"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_type_hints
 
-from megalite.core.base.errors import UserError
+from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger
 from megalite.core.options.choices import ACTIVATIONS
 from megalite.core.options.model import ModelConfig
@@ -103,12 +103,28 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
     if activation is None:
         raise refuse(family.activation, f"is not one of {', '.join(names)}")
     options["activation"] = activation
+    options["head"] = _read_head(values, where)
+    if options["head"] == "score":
+        options["mtp_num_layers"] = 0  # which config.json may name, and files of classifiers do not hold
     if options.get("position", "rope") == "rope" and family.old_theta:
         options.update(_read_rope(config, values, family, where))
     # Absent and null both mean the default, derived from the other sizes.
     options = {k: v for k, v in options.items() if v is not None}
     options.setdefault("ffn_hidden_size", 4 * options["hidden_size"])
     return _made(family, options, values, where)
+
+
+def _read_head(values: dict[str, Any], where: str) -> str:
+    """Read what a model ends in, from the name of its class."""
+    names = values.get("architectures")
+    if not isinstance(names, list) or not any(str(name).endswith("ForSequenceClassification") for name in names):
+        return "lm"
+    labels = values.get("id2label")
+    number = values.get("num_labels", len(labels) if isinstance(labels, dict) else 2)
+    if number != 1:
+        rule = "is not supported: megalite reads one, a reward"
+        raise BadCheckpoint(f"{where}: num_labels {number!r:.20}", rule, "convert another model")
+    return "score"
 
 
 def _made(family: Family, options: dict[str, Any], values: dict[str, Any], where: str) -> ModelConfig:
@@ -247,8 +263,11 @@ def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[
         UserError: the family has no keys for an option of this model.
     """
     family = FAMILIES[cfg.arch]
+    architecture = family.class_of(cfg.head)
+    rule = "cannot be exported: transformers has no class of this family that gives rewards"
+    require(architecture is not None, f"a model of rewards of --arch {cfg.arch}", rule, "keep the checkpoint")
     out: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [architecture],
         "model_type": family.name,
         "dtype": dtype,
         "torch_dtype": dtype,
@@ -267,6 +286,8 @@ def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[
         # Older readers know the pattern alone.
         out.update({} if cfg.layer_types else {"sliding_window_pattern": cfg.window_pattern})
     out.update({key: special.get(key) for key in _SPECIAL})
+    if cfg.head == "score":
+        out["num_labels"] = 1
     _check_round_trip(cfg, out)
     return out
 

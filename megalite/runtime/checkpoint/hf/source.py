@@ -181,7 +181,7 @@ class HFSource:
         prefix, skip = self.family.prefix, [re.compile(p) for p in self.family.skip]
         out = {}
         for name, tensor in tensors.items():
-            if prefix and not name.startswith(prefix) and not name.startswith("lm_head."):
+            if prefix and not name.startswith((prefix, "lm_head.", "score.")):
                 name = prefix + name
             if any(p.fullmatch(name) for p in skip):
                 continue
@@ -198,7 +198,8 @@ class HFSource:
             expected.update({part.name: part.shape for part in self.parts(spec, place)})
         copies = self.family.copies_in(self.config.mtp_layers)
         shapes = expected | {name: expected[self._original(of)] for name, of in copies.items()}
-        head = {self._place("lm_head.weight").names[0]} if self.specs["lm_head.weight"].tied_to else set()
+        tied = "lm_head.weight" in self.specs and self.specs["lm_head.weight"].tied_to
+        head = {self._place("lm_head.weight").names[0]} if tied else set()
         extra = sorted(self._tensors.keys() - shapes.keys() - head)
         missing = sorted(expected.keys() - self._tensors.keys())
         remedy = "use the config.json and the weights of the same model"

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.core.base.errors import UserError, require
-from megalite.core.base.log import warn_on_rank_0
+from megalite.core.base.log import logger, warn_on_rank_0
 from megalite.core.mesh.agree import agree
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.options.model import ModelConfig
 from megalite.core.sharding import StateTensor
 from megalite.runtime.checkpoint.hf.config import TRAINING_ONLY
 from megalite.runtime.checkpoint.hf.source import HFSource
+from megalite.runtime.checkpoint.new_head import NEW_HEAD, gets_new_head, taken_over, tensors_only_in
 from megalite.runtime.places.downloads import bring_tree
 
 
@@ -36,7 +37,8 @@ def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor],
 
     Args:
         folder: config.json and safetensors.
-        cfg: the run's model; its sequence length and dropout may differ from the folder's.
+        cfg: the run's model; its sequence length and dropout may differ from the folder's. If it is one of rewards and
+            the folder's is not, its head stays as it is.
         states: what this rank holds; filled in place.
         ctx: this rank's axes.
 
@@ -52,7 +54,8 @@ def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor],
 
     def fill() -> None:
         tensors = {spec.name: (spec, packing) for spec, packing in source.tensors()}
-        for state in states:
+        new = tensors_only_in(cfg, source.config) if gets_new_head(source.config, cfg) else set[str]()
+        for state in (state for state in states if state.name not in new):
             flat = state.flat.detach().zero_()
             for box in state.slices if state.role == "master" else ():
                 source.read(*tensors[state.name], box.offset, flat[box.at : box.at + box.numel].view(box.shape))
@@ -67,9 +70,11 @@ def _open(folder: str | Path, cfg: ModelConfig, ctx: ParallelContext) -> HFSourc
         source.warn_of_modules(cfg.mtp_num_layers)
     given, held = f"--mtp-num-layers {cfg.mtp_num_layers}", source.config.mtp_num_layers
     require(cfg.mtp_num_layers <= held, given, f"{folder} holds {held} such modules", "lower it, or drop it")
+    if gets_new_head(source.config, cfg) and ctx.rank == 0:
+        logger.info(NEW_HEAD)
     differences = [
         f"{name} {getattr(cfg, name)!r} here, {value!r} there"
-        for name, value in vars(source.config).items()
+        for name, value in vars(taken_over(source.config, cfg)).items()
         if name not in (*TRAINING_ONLY, "max_position_embeddings", "mtp_num_layers") and getattr(cfg, name) != value
     ]
     if cfg.position_kind.limited and cfg.positions != source.config.positions:

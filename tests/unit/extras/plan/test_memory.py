@@ -12,6 +12,7 @@ from megalite.core.base.errors import UserError
 from megalite.core.batch import MicroBatch
 from megalite.core.build import build_engine
 from megalite.core.mesh.grid import Grid
+from megalite.core.model.flops import flops_per_token
 from megalite.core.model.partition import layer_split, stage_layers
 from megalite.core.options.choices import BlockKind
 from megalite.core.options.model import ModelConfig
@@ -195,6 +196,25 @@ def test_a_whole_stage_keeps_layers_final_norm_and_logits(precision: str, recomp
     assert net_bytes(lambda: stage(tokens, batch, TRAINING)) == pytest.approx(
         planned.activations + planned.logits - left_out, rel=0.01
     )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_of_rewards_keeps_no_logits(precision: str) -> None:
+    """Its vocabulary is far wider than its blocks: a token's logits would be most of what it keeps."""
+    options: dict[str, Any] = {"precision": precision, "global_batch_size": 1, "stage": "reward"}
+    cfg = config("llama", {"seq_len": 256, "vocab_size": 20_000}, **options)
+    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
+    jobs.init_parameters(stage, 1)
+    held = sum(p.numel() for p in stage.parameters())
+    assert parameters_on_rank(cfg, 1, Placement(1, 1), stage_layers(cfg), 0) == held
+    stage.head.objective = lambda loss_SB, batch, fwd: (loss_SB, torch.ones_like(loss_SB))
+    tokens = torch.randint(0, 2000, (256, 1))
+    batch = MicroBatch.of_samples(tokens, tokens)
+    stage(tokens, batch, TRAINING)
+    planned = memory_per_rank(cfg, Grid.of(1))[0]
+    expected = pytest.approx(planned.activations + planned.logits, rel=0.01)
+    assert net_bytes(lambda: stage(tokens, batch, TRAINING)) == expected
+    assert flops_per_token(cfg.model).head == 6 * cfg.model.hidden_size
 
 
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> None:

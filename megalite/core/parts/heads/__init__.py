@@ -1,0 +1,1 @@
+"""Heads: every package here with a `HEAD` is one, by its name."""

@@ -1,0 +1,177 @@
+"""`--stage reward`: loss, figures and gradients are those of the classifier of transformers, the same in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from megalite.core.rows import Rows
+from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
+from megalite.runtime.options.run import Config
+from tests.parity import jobs
+from tests.parity.harness import (
+    Row,
+    assert_same_gradients,
+    boxes_of,
+    check,
+    check_mistake,
+    config_of,
+    put_together,
+    ranks_of,
+    train_steps,
+)
+from tests.parity.models import MIXTRAL
+from tests.workers import WorkerPool
+
+REWARD: dict[str, Any] = {"stage": "reward", "reward_center": 0.1}
+LLAMA = jobs.llama(init_std=0.15)
+Pair = tuple[list[int], list[int]]
+"""Token ids of the preferred document, and of the other."""
+
+
+def laid_out(pairs: Sequence[Pair], length: int) -> Rows:
+    """One row of pairs, written out: a target at the last token of each document."""
+    inputs, starts = np.zeros(length, np.int64), np.zeros(length, np.int64)
+    targets, owners, weights = np.full(length, -1), np.full(length, -1), np.zeros(length, np.float32)
+    at = 0
+    for number, ids in enumerate(document for pair in pairs for document in pair):
+        end = at + len(ids)
+        inputs[at:end], starts[at:end] = ids, at
+        targets[end - 1], owners[end - 1], weights[end - 1] = ids[-1], number, number % 2 == 0
+        at = end
+    starts[at:] = at
+    return Rows(inputs, targets, starts, weights, np.arange(length) >= at, owners)
+
+
+def drawn(step: int) -> list[list[Pair]]:
+    """Rows of one to three pairs, so that dp ranks and micro-batches have different numbers of them."""
+    rng, rows = np.random.default_rng(step), []
+    for number in (1, 3, 2, 1, 1, 1, 2, 3)[: jobs.BATCH]:
+        sizes = rng.integers(1, jobs.SEQ // (2 * number) + 1, (number, 2)).tolist()
+        rows.append([(rng.integers(0, 90, a).tolist(), rng.integers(0, 90, b).tolist()) for a, b in sizes])
+    return rows
+
+
+def pairs_of(step: int) -> Rows:
+    return Rows.stack([laid_out(row, jobs.SEQ) for row in drawn(step)])
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("center", [0.0, 0.1])
+def test_one_process_is_the_classifier_of_transformers(center: float, tmp_path: Path) -> None:
+    """One document at a time there, all in packed rows here, with the end of text inside of some."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    options = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": jobs.SEQ}
+    torch.manual_seed(1)
+    special = {"num_labels": 1, "eos_token_id": 5, "initializer_range": 0.2}
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes, **options, **special))
+    model.save_pretrained(tmp_path / "model")
+    rows = drawn(1)
+    rows[0][0][0][:] = [5, *rows[0][0][0], 5]
+    theirs = model.double()
+    rewards = torch.stack([theirs(torch.tensor([ids])).logits[0, 0] for row in rows for pair in row for ids in pair])
+    c, r = rewards.view(-1, 2).unbind(1)
+    # As TRL's RewardTrainer computes it.
+    loss = (-logsigmoid(c - r) + center * (c + r) ** 2).mean()
+    loss.backward()
+    norm = torch.stack([x.grad.square().sum() for x in theirs.parameters()]).sum().sqrt().item()
+
+    cfg = jobs.make_config(
+        replace(hf_model_config(tmp_path / "model"), seq_len=jobs.SEQ + 2),
+        micro_batch_size=4,
+        stage="reward",
+        reward_center=center,
+    )
+    (engine,) = jobs.engines([cfg], 1)
+    load_hf(tmp_path / "model", cfg.model, engine.optimizer.states(), engine.ctx)
+    engine.optimizer.finish_load()
+    data = Rows.stack([laid_out(row, jobs.SEQ + 2) for row in rows])
+    result = train_steps(engine, lambda step: data, 1)
+    assert result.steps[0] == pytest.approx((loss.item(), norm), rel=1e-5)
+    figures = {"accuracy": (c > r).double().mean(), "margin": (c - r).mean(), "mean_reward": rewards.mean()}
+    figures |= {"min_reward": rewards.min(), "max_reward": rewards.max()}
+    expected = {name: x.item() for name, x in figures.items()} | {"pairs": len(c)}
+    assert result.reported[0] == pytest.approx(expected, abs=1e-5)
+    # Gradients take the way of weights into this model: what is fused there is fused here.
+    with torch.no_grad():
+        for x in theirs.parameters():
+            x.copy_(x.grad)
+    theirs.float().save_pretrained(tmp_path / "gradients")
+    (engine,) = jobs.engines([cfg], 1)
+    load_hf(tmp_path / "gradients", cfg.model, engine.optimizer.states(), engine.ctx)
+    number = (1 - cfg.optim.beta1) * min(1.0, cfg.optim.clip_grad / (norm + 1e-6))
+    whole = {name: x * number for name, x in put_together([boxes_of(engine, "master")]).items()}
+    assert_same_gradients([result.gradients], whole, "transformers")
+
+
+# ------------------------------------------------------------------------------------------------------------ layouts
+
+DATA = {"data": pairs_of, **REWARD}
+TIED = jobs.llama(init_std=0.15, tie_embeddings=True)
+GRID: dict[Any, list[Row]] = {
+    ranks_of(2, tp=2): [(LLAMA, 1, {}, DATA), (TIED, 1, {"sequence_parallel": False}, DATA)],
+    ranks_of(2, pp=2): [(TIED, 1, {}, DATA)],
+    ranks_of(2, cp=2): [(LLAMA, 1, {}, DATA)],
+    ranks_of(2): [(LLAMA, zero, {}, DATA) for zero in range(4)],
+}
+MORE: dict[Any, list[Row]] = {
+    ranks_of(2, ep=2): [(MIXTRAL, 1, {}, DATA)],
+    ranks_of(4, tp=2, cp=2): [(LLAMA, 3, {}, DATA)],
+    ranks_of(4, pp=2, vp=2): [(LLAMA, 2, {}, DATA)],
+    ranks_of(4, tp=2, pp=2): [(LLAMA, 1, {"schedule": "zb-h1"}, DATA)],
+}
+
+
+@pytest.mark.parametrize(
+    "shape", [*GRID, *(pytest.param(shape, marks=pytest.mark.full) for shape in MORE)], ids=lambda x: str(x)
+)
+def test_layouts_are_one_process(pool: WorkerPool, shape: Any) -> None:
+    check(pool, shape, (GRID | MORE)[shape])
+
+
+def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
+    from megalite.core.parts.counters.rewards import Rewards
+    from megalite.core.parts.heads.score.score import Score
+
+    call, forward, most = Rewards.__call__, Score.forward, Rewards.sums
+
+    def of_own_pairs(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
+        losses, weights = call(self, loss_SB, batch, fwd)
+        return losses, weights * self._engine.ctx.axis("cp").size
+
+    def early(self: Any, x: Any, batch: Any, fwd: Any) -> Any:
+        return forward(self, x.roll(1, 0), batch, fwd)
+
+    def of_one_rank(self: Any) -> Any:
+        sums = most(self)
+        sums[-2:] = 0
+        return sums
+
+    return {
+        "weights as after a differentiated all-reduce": (Rewards, "__call__", of_own_pairs),
+        "rewards of the token before": (Score, "forward", early),
+        "extremes of one rank": (Rewards, "sums", of_one_rank),
+    }
+
+
+@pytest.mark.parametrize(
+    ("mistake", "layout"),
+    [
+        ("weights as after a differentiated all-reduce", {"cp": 2}),
+        ("rewards of the token before", {"tp": 2}),
+        ("extremes of one rank", {}),
+    ],
+    ids=str,
+)
+def test_mistakes_show(pool: WorkerPool, mistake: str, layout: dict[str, int]) -> None:
+    check_mistake(pool, mistakes, mistake, 2, config_of(ranks_of(2, **layout), (LLAMA, 1, {}, REWARD)), pairs_of)
