@@ -92,7 +92,8 @@ RULES = [field.name for field in fields(Keep) if field.name != "names"]
 def test_every_rule_has_an_option_and_reaches_the_store() -> None:
     assert {f"keep_{name}" for name in RULES} == {f.name for f in fields(RunConfig) if f.name.startswith("keep_")}
     for name in RULES:
-        keep = replace(Keep(), **{name: 5})
+        alone: dict[str, Any] = {name: 5}
+        keep = replace(Keep(), **alone)
         asked = copy.copy(RunConfig())
         object.__setattr__(asked, f"keep_{name}", 5)  # alone, without what else it asks for
         assert Keep.of(asked) == keep
@@ -103,7 +104,7 @@ def test_every_rule_has_an_option_and_reaches_the_store() -> None:
 @given(LOSSES, st.integers(2, 3), st.lists(st.integers(0, 4), min_size=len(RULES), max_size=len(RULES)))
 def test_every_rule_goes_by_a_checkpoint_alone(losses: list[float | None], stride: int, asked: list[int]) -> None:
     """Not by how many are left: what each save leaves is what one that judges all would. Rules add to each other."""
-    rules = [{name: max(n, 2) if name == "last" else n} for name, n in zip(RULES, asked)]
+    rules: list[dict[str, Any]] = [{name: max(n, 2) if name == "last" else n} for name, n in zip(RULES, asked)]
     whole = Keep(**{name: n for rule in rules for name, n in rule.items()})
     left = []
     for kind, keep, at_once in (
