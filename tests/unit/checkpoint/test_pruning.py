@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.loop.loop import fit
 from megalite.runtime.loop.run import save
 from megalite.runtime.options import cli
+from megalite.runtime.options.run import RunConfig
 from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.names import step_name, step_of
 from megalite.runtime.places.place import COMMIT, MANIFEST, Place, Save
@@ -80,6 +83,41 @@ def test_the_newest_the_best_and_the_protected_stay_and_nothing_else(
 
         stay = [i for i in range(len(names)) if i >= len(names) - last or i in protected or is_best(i)]
         assert place.committed() == [names[i] for i in reversed(stay)]
+
+
+RULES = [field.name for field in fields(Keep) if field.name != "names"]
+"""What of `Keep` an option asks for."""
+
+
+def test_every_rule_has_an_option_and_reaches_the_store() -> None:
+    assert {f"keep_{name}" for name in RULES} == {f.name for f in fields(RunConfig) if f.name.startswith("keep_")}
+    for name in RULES:
+        alone: dict[str, Any] = {name: 5}
+        keep = replace(Keep(), **alone)
+        asked = copy.copy(RunConfig())
+        object.__setattr__(asked, f"keep_{name}", 5)  # alone, without what else it asks for
+        assert Keep.of(asked) == keep
+        assert Keep.from_job(json.loads(json.dumps(keep.to_job()))) == keep
+
+
+@settings(max_examples=30)
+@given(LOSSES, st.integers(2, 3), st.lists(st.integers(0, 4), min_size=len(RULES), max_size=len(RULES)))
+def test_every_rule_goes_by_a_checkpoint_alone(losses: list[float | None], stride: int, asked: list[int]) -> None:
+    """Not by how many are left: what each save leaves is what one that judges all would. Rules add to each other."""
+    rules: list[dict[str, Any]] = [{name: max(n, 2) if name == "last" else n} for name, n in zip(RULES, asked)]
+    whole = Keep(**{name: n for rule in rules for name, n in rule.items()})
+    left = []
+    for kind, keep, at_once in (
+        *(("folder", whole, False), ("memory", whole, False), ("memory", whole, True)),
+        *(("memory", Keep(**rule), True) for rule in rules),
+    ):
+        for place in places(kind):
+            for i, loss in enumerate(losses, 1):
+                name = put(place, stride * i, loss)
+                if i == len(losses) or not at_once:
+                    assert place.tidy(name, partial(keep.staying, place)) == []
+            left.append({*steps_of(place.committed())})
+    assert left[0] == left[1] == left[2] == set.union(*left[3:])
 
 
 def test_what_cannot_be_trusted_is_not_best() -> None:

@@ -180,6 +180,27 @@ def test_the_rate_goes_on_from_its_peak_and_never_rises(decay: str, warmup: int)
     assert rates[0] == 0.1
 
 
+# The rate's last value of those that do not end at `min_lr`.
+ENDS = {"constant": 0.1, "inverse-square-root": 0.1 * (100 / 1100) ** 0.5}
+
+
+@pytest.mark.parametrize("decay", LR_DECAYS)
+def test_the_rate_ends_at_its_minimum_and_knows_no_unit(decay: str) -> None:
+    """Steps may be samples, and rates those of a larger batch; a resumed run asks for any step first."""
+    optim, steps = cfg(decay), [*range(101, 1101), 1102, 5000]
+    rates = {step: learning_rate(step, optim, 1100) for step in steps}
+    assert rates[1100] == pytest.approx(ENDS.get(decay, 0.001), rel=1e-12)
+    assert rates[1102] == rates[5000]
+    assert rates[1099] > rates[1100] or decay == "constant"
+    assert min(rates.values()) == (0.1 if decay == "constant" else 0.001)
+    larger = dataclasses.replace(optim, **{name: 10 * getattr(optim, name) for name in ("lr", "min_lr", "init_lr")})
+    samples = dataclasses.replace(optim, warmup_steps=1600)
+    for step, rate in reversed(rates.items()):
+        assert learning_rate(step, larger, 1100) == pytest.approx(10 * rate, rel=1e-12)
+        assert learning_rate(16 * step, samples, 16 * 1100) == pytest.approx(rate, rel=1e-12)
+        assert learning_rate(step, dataclasses.replace(optim, lr_decay_steps=1100), 9999) == rate
+
+
 # DeepSpeed 0.19's scale at each step of "..x.x....xx......" (x: overflow), from 256 with a window of 4.
 TRACES = {
     1: [256] * 3 + [128] * 2 + [64] * 5 + [32] + [16] * 5 + [32],

@@ -93,7 +93,8 @@ class Family:
         defaults: values of keys that config.json may omit, as in transformers.
         constants: keys with the only value that megalite supports; always written, and any other value is refused.
         activation: key of the name of the activation.
-        partial_rotary: old key of the rotated fraction of a head, for families that have one.
+        partial_rotary: old key of the rotated fraction of a head, for families that have one; its value without the
+            key is in `defaults`, as those of the next two are.
         old_theta: old key of the rotary base; "": files say nothing of the frequencies, which are the default ones.
         local_theta: old key of the rotary base of sliding-window layers, for families that have one.
         text_of: model types with this family in `text_config`, beside images -> values that the text_config may omit.
