@@ -15,10 +15,10 @@ from tests.parity.harness import assert_same, config, one_process, scaled, train
 from tests.parity.models import MIXTRAL
 from tests.workers import WorkerPool
 
-# Every counter counts in it: experts, balanced by sequence, and modules that predict further tokens. That of a stage of
-# its own has its data, and is in test_preferences.py.
+# Every counter counts in it: experts, balanced by sequence, and modules that predict further tokens. Those of a stage
+# of their own have its data, and are in test_preferences.py and test_rewards.py.
 MODEL = replace(MIXTRAL, mtp_num_layers=2)
-OF_STAGES = {"preferences"}
+OF_STAGES = {"preferences", "rewards"}
 # What the layouts of a world have in common, and rows of (further layout, training options).
 ROWS: list[tuple[int, dict[str, Any], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
     (1, {}, [({}, {"micro_batch_size": 8, "recompute": "full"})]),

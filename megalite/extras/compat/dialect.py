@@ -72,7 +72,9 @@ def tool_defaults(flags: Layer, computed: Collection[str], given: Layer, world: 
 
 
 DIALECT = Dialect(
-    renamed=megatron.RENAMED | trainer.RENAMED | {"strategy": "layout", "dpo-label-smoothing": "dpo_smoothing"},
+    renamed=megatron.RENAMED
+    | trainer.RENAMED
+    | {"strategy": "layout", "dpo-label-smoothing": "dpo_smoothing", "center-rewards-coefficient": "reward_center"},
     switches=megatron.SWITCHES | trainer.SWITCHES,
     values={
         name: megatron.VALUES.get(name, {}) | trainer.VALUES.get(name, {}) for name in megatron.VALUES | trainer.VALUES

@@ -734,6 +734,7 @@ def test_stages_and_smoothing_by_their_other_names() -> None:
     ours, others = (config("--stage", stage) for stage in ("lm", "sft"))
     assert ours == others == config("--stage", "pretrain")
     assert config("--stage", "dpo", "--dpo-label-smoothing", "0.1").train.dpo_smoothing == 0.1
+    assert config("--stage", "reward", "--center-rewards-coefficient", "0.01").train.reward_center == 0.01
 
 
 def test_recomputed_layers_in_their_words() -> None:
