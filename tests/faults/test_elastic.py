@@ -111,6 +111,7 @@ def test_a_host_of_four(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     (folder / "go on").touch()
     jobs[0].wait_for(0, "step 5/")
     jobs.append(hosts.come_back(1))
+    jobs[0].wait_for(0, "is back, in reserve")
     (folder / "go further").touch()
     left = end(jobs)
     assert codes(left) == [0, KILLED, 0, 0, 0], left
@@ -159,6 +160,7 @@ def test_ranks_that_are_left_over_join_with_one_that_comes_back(
     (folder / "go on").touch()
     jobs[0].wait_for(0, "step 5/")
     jobs.append(hosts.come_back(1))
+    jobs[0].wait_for(0, "is back, in reserve")
     (folder / "go further").touch()
     left = end(jobs)
     assert codes(left) == [0, KILLED, 0, 0, 0], left
@@ -187,6 +189,7 @@ def test_a_host_comes_back_at_a_step_that_is_rewound(hosts: Hosts, zygote: Zygot
     (folder / "go on").touch()
     jobs[0].wait_for(0, "step 10/")
     jobs.append(hosts.come_back(1))
+    jobs[0].wait_for(0, "is back, in reserve")
     (folder / "go further").touch()
     left = end(jobs)
     assert codes(left) == [0, KILLED, 0, 0], left

@@ -128,13 +128,15 @@ class Hub:
         link.heard = lambda message: self._hear(peer, message)
         if peer.rank < 0:
             self._reserves.append(peer)
-            self._expected = max(0, self._expected - 1)
+            is_back, self._expected = not self._expected, max(0, self._expected - 1)
         else:
             self._guards[peer.rank] = peer
         if self._broken is not None:
             link.send(messages.Break(self._round))
             self._fill_vacancies()
         elif peer.rank < 0:
+            if is_back:
+                say(0, f"a rank on {peer.host} is back, in reserve")
             self._look_for_growth()
         elif self._elsewhere and peer.rank >= 0 and len(self._guards) == self._world:
             for rank, address in enumerate(self._addresses_of_buddies()):
