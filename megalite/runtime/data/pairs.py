@@ -47,7 +47,8 @@ class PairDataset(PackedDataset):
             usable &= ~too_long
         else:
             for pair in first + np.flatnonzero(too_long[first:stop]):
-                usable[pair] &= all(len(self._learned(2 * pair + side)) for side in (0, 1))
+                answers = all(len(self._learned(2 * pair + side)) for side in (0, 1))
+                usable[pair] &= answers and not np.array_equal(*(self._read(2 * pair + side) for side in (0, 1)))
         number, long, used = stop - first, int(too_long[first:stop].sum()), first + np.flatnonzero(usable[first:stop])
         if not len(used):
             rule = f"none of its {number} pairs has room in {self.seq_len} tokens with its answers"
@@ -70,8 +71,7 @@ class PairDataset(PackedDataset):
         weights, references = np.zeros(self.seq_len, np.float32), np.zeros(self.seq_len)
         documents, at = [2 * pair + side for pair in pairs for side in (0, 1)], 0
         for number, document in enumerate(documents):
-            first, places = int(self.indexed.starts[document]), int(self._places_of[document])
-            tokens = read_ids(self.indexed, first, first + places + self._beyond, self.vocab_size)
+            places, tokens = int(self._places_of[document]), self._read(document)
             learned, ids = self._targets(document, tokens)
             inputs[at : at + places], starts[at : at + places] = tokens[:places], at
             targets[at + learned], owners[at + learned] = ids, number
@@ -102,9 +102,14 @@ class PairDataset(PackedDataset):
         learned = self._learned(document)
         return learned, tokens[1 + learned]
 
+    def _read(self, document: int) -> Tokens:
+        """Return the tokens of a document as far as it is not cut off."""
+        first, places = int(self.indexed.starts[document]), int(self._places_of[document])
+        return read_ids(self.indexed, first, first + places + self._beyond, self.vocab_size)
+
     def _learned(self, document: int) -> Tokens:
-        """Return the places of a document before a token of its answer."""
-        return np.flatnonzero(self.mask.of(document)[1 : int(self._places_of[document]) + 1])
+        """Return the places of a document before a token of its answer that is not cut off."""
+        return np.flatnonzero(self.mask.of(document)[1 : int(self._places_of[document]) + self._beyond])
 
 
 class RewardedPairs(PairDataset):

@@ -124,3 +124,22 @@ def test_a_reward_is_read_at_the_last_token_of_a_document(prefix: str) -> None:
     whole = [100 * (d + 1) + size - 1 for d, size in enumerate(cut.tolist()) if d // 2 != 4]
     assert sorted(seen) == whole, "a pair without a token of an answer is dropped"
     assert pairs == len(whole) / 2
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(PairDataset, [1, 2]), (RewardedPairs, [2])])
+def test_pairs_without_a_difference_after_the_cut_are_dropped(
+    tmp_path: Path, kind: type[PairDataset], kept: list[int]
+) -> None:
+    """Cut to half of 16 places, of which the last has a target behind it, but a reward is read there: pairs differ, and
+    their answers begin, behind that target, at it, and before."""
+    answers = ((9, 7), (8, 8), (7, 7))
+    with IndexedDatasetWriter(str(tmp_path / "p"), np.dtype(np.uint16), masked=True) as writer:
+        for differ, begin in answers:
+            for side in (0, 1):
+                ids = np.arange(1, 13)
+                ids[differ:] += 100 * side
+                writer.add_documents(ids.astype(np.uint16), [12], (np.arange(12) >= begin).astype(np.uint8) * 2)
+        writer.finalize({"tokenizer_sha256": "", "vocab_size": 2000, "pairs": True})
+    indexed = IndexedDataset(str(tmp_path / "p"))
+    data = kind(indexed, SEQ, LossMask(indexed, "answers"), shuffle=False)
+    assert sorted(pair for position in range(data.num_samples) for pair in data.documents_at(position)) == kept
