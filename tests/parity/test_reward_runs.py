@@ -80,6 +80,11 @@ def test_it_starts_from_a_language_model_in_any_layout(
     assert log.count("the output layer of the language model is left out") == 1
     with pytest.raises(UserError, match="starts from it with"):
         train(0, arguments(pairs, tmp_path / "other", 1, "--resume", language_model), 1)
+    with pytest.raises(UserError, match="hidden_size 32 there, 64 here.*use the same model options"):
+        train(0, arguments(pairs, tmp_path / "other", 1, *from_run, "--hidden-size", "64"), 1)
+    text = ["--data", str(tmp_path / "text"), "--run-dir", str(tmp_path / "other")]
+    with pytest.raises(UserError, match=r"model \(head score there, lm here\); give --stage reward"):
+        train(0, [*MODEL, *text, "--train-steps", "1", "--resume", str(tmp_path / "run"), *RESETS], 1)
 
 
 def test_a_resumed_run_is_the_same_in_any_layout(pool: WorkerPool, pairs: str, tmp_path: Path) -> None:
@@ -131,8 +136,8 @@ def test_a_model_learns_what_is_preferred(pairs: str, tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(pairs: str, tmp_path: Path) -> None:
     for more, says in {
         ("--mtp-num-layers", "1"): "modules that predict further tokens",
-        ("--loss-chunk", "8"): "logits of tokens",
-        ("--z-loss", "0.1"): "logits of tokens",
+        ("--loss-chunk", "8"): "token logits",
+        ("--z-loss", "0.1"): "token logits",
         ("--dpo-beta", "0.2"): "give --stage dpo",
         ("--stage", "lm", "--head", "score"): "give --stage reward",
         ("--stage", "dpo", "--reward-center", "0.1"): "give --stage reward",

@@ -126,7 +126,7 @@ GRID: dict[Any, list[Row]] = {
 }
 MORE: dict[Any, list[Row]] = {
     ranks_of(2, ep=2): [(MIXTRAL, 1, {}, DATA)],
-    ranks_of(4, tp=2, cp=2): [(LLAMA, 3, {}, DATA)],
+    ranks_of(4, tp=2, cp=2): [(LLAMA, 3, {}, DATA), (LLAMA, 3, {"zero_whole_below": 0}, DATA)],
     ranks_of(4, pp=2, vp=2): [(LLAMA, 2, {}, DATA)],
     ranks_of(4, tp=2, pp=2): [(LLAMA, 1, {"schedule": "zb-h1"}, DATA)],
 }

@@ -27,6 +27,7 @@ from megalite.extras.convert.stream import (
 )
 from megalite.extras.convert.tokenizer import export_tokenizer
 from megalite.extras.convert.upcycle import upcycled, upcycled_tensors
+from megalite.extras.prepare.chat import turn_ends
 from megalite.extras.saved_model import recorded_tokenizer, resolve_checkpoint
 from megalite.runtime.checkpoint.hf.config import write_config
 from megalite.runtime.checkpoint.hf.packing import FileTensor, file_tensors, pieces
@@ -35,6 +36,7 @@ from megalite.runtime.checkpoint.load import model_config, weights_of
 from megalite.runtime.checkpoint.manifest import Manifest, read_manifest
 from megalite.runtime.checkpoint.reader import ShardReader
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes
+from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.places.disk import BLOCK, write_file
 
 
@@ -119,7 +121,7 @@ def export_hf(
             else:
                 logger.warning("unknown tokenizer: the export has none (pass --tokenizer)")
             if cfg.head == "score":
-                special["pad_token_id"] = _own_pad(special)
+                special["pad_token_id"] = _own_pad(special, tokenizer)
             config = write_config(_without_mup(cfg), torch_name(weight_dtype), special)
             _write_weights(reader, cfg, weight_dtype, folder, shard_bytes)
             _write_json(folder / "config.json", config)
@@ -131,10 +133,11 @@ def export_hf(
     return config
 
 
-def _own_pad(special: dict[str, Any]) -> int | None:
+def _own_pad(special: dict[str, Any], tokenizer: str | Path | None) -> int | None:
     """Return the id that pads batches, unless documents end in it: transformers reads a reward before the padding."""
     pad, ends = special.get("pad_token_id"), special.get("eos_token_id")
-    if pad is None or pad in (ends if isinstance(ends, list) else [ends]):
+    of_turns = turn_ends(load_tokenizer(tokenizer)).values() if tokenizer else ()
+    if pad is None or pad in {*(ends if isinstance(ends, list) else [ends]), *of_turns}:
         what = "pad_token_id is null: transformers gives the rewards of one document at a time"
         logger.warning(f"{what} (set it to an id that no document ends in, for batches)")
         return None

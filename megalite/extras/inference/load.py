@@ -154,7 +154,7 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
 
 
 def _check_head(cfg: ModelConfig, path: Path) -> None:
-    rule = "is a model of rewards, which predicts no token"
+    rule = "is a reward model, which predicts no token"
     require(cfg.head == "lm", str(path), rule, "export it, and read its rewards with transformers")
 
 

@@ -31,6 +31,8 @@ class PairEncoder(ChatEncoder):
         pair = [self.encode(json.dumps({**rest, "messages": [*prompt, *answer]}).encode()) for answer in answers]
         if np.array_equal(pair[0].ids, pair[1].ids):
             raise BadConversation(_SAME)
+        if record.get("margin") is not None:  # which TRL subtracts in the loss of a reward model
+            pair[0] = pair[0]._replace(notes=(*pair[0].notes, "with a margin, which is not used"))
         return pair
 
 

@@ -1,4 +1,4 @@
-"""What a model of rewards takes over from a language model: all but its head, and what predicts further tokens."""
+"""What a reward model takes over from a language model: all but its head, and what predicts further tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEW_HEAD = "the output layer of the language model is left out; that of rewards 
 
 
 def gets_new_head(theirs: ModelConfig, ours: ModelConfig) -> bool:
-    """Whether a model of rewards starts from a language model."""
+    """Whether a reward model starts from a language model."""
     return (theirs.head, ours.head) == ("lm", "score")
 
 

@@ -205,7 +205,7 @@ class Config(StepConfig):
             "needs a model with experts",
             "give --num-experts, or drop it",
         )
-        given, rule = "--eval-tasks with --stage reward", "tasks compare tokens, and a model of rewards predicts none"
+        given, rule = "--eval-tasks with --stage reward", "tasks compare tokens, and a reward model predicts none"
         require(not self.run.eval_tasks or self.model.head == "lm", given, rule, "drop --eval-tasks")
         self._check_steps()
         if self.run.elastic:

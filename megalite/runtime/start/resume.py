@@ -292,8 +292,10 @@ def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> ModelCon
         if differ.keys() == {"mtp_num_layers"}:
             why = ", or start a new run from its export, with --init-from-hf" if count else ": none can be added later"
             advice = f"give --mtp-num-layers {count}{why}"
-        if gets_new_head(held, cfg.model):
-            advice = f"a model of rewards starts from it with --resume {source.path} --reset-data --reset-optimizer"
+        if held.head == "score" != cfg.model.head:
+            differ, advice = {"head": differ["head"]}, "give --stage reward"
+        elif gets_new_head(held, cfg.model) and not source.reset_data:
+            advice = f"a reward model starts from it with --resume {source.path} --reset-data"
         rule = f"was made with another model ({'; '.join(differ.values())})"
         raise UserError(f"checkpoint {source.path}", rule, advice)
     return held

@@ -81,7 +81,7 @@ class Family:
     Attributes:
         name: `--arch`, and `model_type` in config.json.
         architecture: the class in transformers.
-        classifier: that of a model of rewards; "": the one of that name; None: there is none.
+        classifier: that of a reward model; "": the one of that name; None: there is none.
         options: `ModelConfig` values of the family; flags, presets and config.json override them.
         tensors: megalite name, with {} for the layer -> tensors of the file. A model uses those it has.
         copies: names of the copies of shared tensors that files hold for each module that predicts further tokens, with

@@ -23,7 +23,7 @@ class HeadOptions(ModelShape):
 
 
 class HeadRules(PartRules["ModelConfig", "StepConfig"]):
-    """A model of rewards has no output layer, and nothing that belongs to one."""
+    """A reward model has no output layer, and nothing that belongs to one."""
 
     options, after = HeadOptions, "head_bias"
 
@@ -32,11 +32,11 @@ class HeadRules(PartRules["ModelConfig", "StepConfig"]):
 
     def check_model(self, m: ModelConfig) -> None:
         given = f"--mtp-num-layers {m.mtp_num_layers}"
-        rule = "is of modules that predict further tokens, and a model of rewards (--stage reward) predicts none"
+        rule = "applies to modules that predict further tokens, and a reward model predicts none"
         require(m.head == "lm" or not m.mtp_num_layers, given, rule, "set it to 0")
 
     def check(self, cfg: StepConfig) -> None:
-        given, rule = f"--head {cfg.model.head} with --stage {cfg.train.stage}", "a model of rewards has no other stage"
+        given, rule = f"--head {cfg.model.head} with --stage {cfg.train.stage}", "a reward model has no other stage"
         require(cfg.model.head == "lm" or cfg.train.stage == "reward", given, rule, "give --stage reward")
 
 

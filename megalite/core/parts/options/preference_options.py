@@ -23,8 +23,7 @@ class PreferenceRules(PartRules[Any, "StepConfig"]):
             for name in names:
                 given = f"--{name.replace('_', '-')} {getattr(t, name)}"
                 is_read = t.stage == stage or getattr(t, name) == getattr(type(t), name)
-                rule = "is of preferences" if stage == "dpo" else "is of rewards"
-                require(is_read, given, rule, f"give --stage {stage}, or drop it")
+                require(is_read, given, f"applies to --stage {stage}", f"give --stage {stage}, or drop it")
         if t.stage == "lm":
             return
         # Of DPO, log-probabilities are compared with the reference's, which are without.
@@ -33,7 +32,7 @@ class PreferenceRules(PartRules[Any, "StepConfig"]):
         others: dict[str, float] = dropout if t.stage == "dpo" else {"loss_chunk": t.loss_chunk}
         rule = {
             "dpo": "is not part of the loss of pairs, whose log-probabilities are compared with the reference's",
-            "reward": "is of logits of tokens, which a model of rewards does not have",
+            "reward": "applies to token logits, which a reward model does not have",
         }[t.stage]
         for name, value in (of_tokens | others).items():
             given = f"--{name.replace('_', '-')} {value} with --stage {t.stage}"

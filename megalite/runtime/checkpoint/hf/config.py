@@ -265,7 +265,7 @@ def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[
     family = FAMILIES[cfg.arch]
     architecture = family.class_of(cfg.head)
     rule = "cannot be exported: transformers has no class of this family that gives rewards"
-    require(architecture is not None, f"a model of rewards of --arch {cfg.arch}", rule, "keep the checkpoint")
+    require(architecture is not None, f"a reward model of --arch {cfg.arch}", rule, "keep the checkpoint")
     out: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": family.name,

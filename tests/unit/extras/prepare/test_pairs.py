@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from megalite.core.base.errors import UserError
+from megalite.extras.convert.hf import _own_pad
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.runtime.data import IndexedDataset, LossMask
 from megalite.runtime.data.pairs import are_pairs
+from megalite.runtime.data.tokenizer import load_tokenizer
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -59,6 +61,22 @@ def test_forms_of_records(tmp_path: Path, record: Any) -> None:
     assert [chosen.count(content) for content in ("hi", "Hello.", "again")] == [1, 1, 1]
     # Nothing of the prompt is learned, the assistant's turns in it included.
     assert (of_chosen.split("<")[0], of_rejected.split("<")[0]) == ("yes", "no")
+
+
+def test_margins_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """TRL subtracts them in the loss of a reward model."""
+    caplog.set_level("INFO", "megalite")
+    record = {"prompt": "hi", "chosen": "yes", "rejected": "no"}
+    prepared(tmp_path, {**record, "margin": 0.5}, {**record, "margin": None}, record)
+    assert "1 of 6 conversations with a margin, which is not used" in caplog.text
+
+
+def test_the_pad_of_a_reward_model_ends_no_document(folder: Path) -> None:
+    """Not as the end of text, nor as the end of a turn: transformers would read a reward before it."""
+    end = load_tokenizer(folder).control_tokens["<|im_end|>"]
+    assert _own_pad({"pad_token_id": 300, "eos_token_id": 301}, folder) == 300
+    assert _own_pad({"pad_token_id": 301, "eos_token_id": [301, 302]}, folder) is None
+    assert _own_pad({"pad_token_id": end, "eos_token_id": 301}, folder) is None
 
 
 def test_a_prompt_of_text(tmp_path: Path) -> None:
