@@ -34,7 +34,8 @@ FIGURES = (
 class Preferences(Counter):
     """The loss of pairs, which the output layer asks for, and its figures: `FIGURES`, and the number of pairs."""
 
-    name, stage, headline = "preferences", "dpo", "rewards/accuracies"
+    name, stage = "preferences", "dpo"
+    headline = "rewards/accuracies"
 
     def __init__(self, engine: Engine[StepConfig]) -> None:
         self._engine = engine

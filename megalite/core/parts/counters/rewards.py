@@ -28,7 +28,8 @@ def bradley_terry(pairs: Pairs, options: Any) -> PairLoss:
 class Rewards(Preferences):
     """What a document gains is its reward. Figures: `MEANS`, min_reward, max_reward, and the number of pairs."""
 
-    name, stage, headline = "rewards", "reward", "accuracy"
+    name, stage = "rewards", "reward"
+    headline = "accuracy"
 
     def _kind_of(self, train: TrainConfig) -> Preference:
         return Preference(bradley_terry, has_reference=False)
