@@ -125,6 +125,7 @@ def forward_backward(
     engine.unit_weights.start_pass()
     for stage in engine.stages.values():
         stage.start_step()
+    start_counting(engine)
     loss_sum = engine.executor.run(program, microbatches, step, share.start, loss_weight)
     engine.unit_weights.end_pass()
     return loss_sum
@@ -154,6 +155,30 @@ def eval_step(engine: Engine[StepConfig], batch: Batch, failed: bool = False) ->
     totals = status_of(engine, loss_sum, rows, failed).over_world()
     (loss,), (targets,) = totals["loss"], totals["targets"]
     return loss / targets if targets else 0.0, targets, totals["failures"][0] > 0
+
+
+def start_counting(engine: Engine[StepConfig]) -> None:
+    """Begin a step, or an evaluation of several batches: the figures are of what comes after."""
+    for counter in engine.counters:
+        counter.start()
+
+
+def eval_figures(engine: Engine[StepConfig], targets: float) -> dict[str, float]:
+    """Return the figures of all evaluation steps since `start_counting`, the same on every rank; all ranks call it.
+
+    Args:
+        engine: from `build_engine`.
+        targets: weight of the targets of these steps.
+
+    Returns:
+        The fields that the counters with a `headline` have beside the loss, as in the lines of training.
+    """
+    counters, sums = [counter for counter in engine.counters if counter.headline], StepSums(engine.ctx)
+    for counter in counters:
+        sums.add(counter.name, counter.sums())
+    totals = sums.over_world() if counters else {}
+    found = (counter.losses(counter.figures(totals[counter.name], targets)) for counter in counters)
+    return {name: value for fields in found for name, value in fields.items()}
 
 
 def status_of(engine: Engine[StepConfig], loss_sum: torch.Tensor, rows: Rows, failed: bool) -> StepSums:

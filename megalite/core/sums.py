@@ -43,13 +43,19 @@ class Counter(ABC):
 
     Attributes:
         name: name of the sums, and of the figures in `StepResult.figures`.
+        headline: the field of `losses` that the log line of an evaluation shows; None: it does not count in them.
     """
 
     name: ClassVar[str]
+    headline: ClassVar[str | None] = None
+
+    def start(self) -> None:
+        """Forget what has been counted: a step or an evaluation begins."""
+        return
 
     @abstractmethod
     def sums(self) -> torch.Tensor:
-        """Return what this rank adds, on its device: [n]; zeros where another rank speaks for it."""
+        """Return what this rank adds since `start`, on its device: [n]; zeros where another rank speaks for it."""
 
     @abstractmethod
     def figures(self, sums: Sequence[float], targets: float) -> Any:

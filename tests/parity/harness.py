@@ -143,6 +143,27 @@ def train_steps(engine: Any, data: Data = fixed, steps: int = STEPS) -> Result:
     return result
 
 
+def evaluate_steps(engine: Any, data: Data, batches: int) -> dict[str, float]:
+    from megalite.core.step import eval_figures, eval_step, start_counting
+
+    dp, weight = engine.ctx.dp, 0.0
+    start_counting(engine)
+    for step in range(1, batches + 1):
+        rows = data(step)
+        mine = share_of(len(rows), dp.size, dp.rank, engine.cfg.train.micro_batch_size)
+        _, targets, failed = eval_step(engine, rows[mine.start : mine.stop])
+        assert not failed
+        weight += targets
+    return eval_figures(engine, weight)
+
+
+def around_evaluation(rank: int, cfg: Config, world: int, data: Data) -> tuple[dict[str, float], Any, Any]:
+    """The figures of an evaluation, and those of one step before and after it, which move no weight."""
+    engine = jobs.start(rank, replace(cfg, optim=replace(cfg.optim, lr=1e-30)), world)
+    before, figures = train_steps(engine, data, 1).reported[0], evaluate_steps(engine, data, 2)
+    return figures, before, train_steps(engine, data, 1).reported[0]
+
+
 def biases_of(engine: Any) -> dict[str, np.ndarray]:
     """The biases of routers, which the optimizer keeps beside its states."""
     return {state.name: state.flat.numpy().copy() for state in engine.optimizer.beside}
@@ -287,6 +308,15 @@ def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
     for i, (cfg, batch, (model, *row)) in enumerate(zip(cfgs, data, rows)):
         expected = one_process(in_one_process(cfg), batch)
         assert_same([rank[i] for rank in ranks], expected, f"{shape} {model.arch} {row}")
+
+
+def check_evaluated(pool: WorkerPool, shape: Shape, row: Row) -> None:
+    """On these ranks, a row's evaluation has the figures of one process, and steps around one only their own."""
+    cfg, data = config_of(shape, row), row[3]["data"]
+    expected, *_ = around_evaluation(0, in_one_process(cfg), 1, data)
+    for figures, before, after in on_ranks(pool, shape[0], around_evaluation, cfg, shape[0], data):
+        assert figures == pytest.approx(expected, rel=1e-5)
+        assert after == pytest.approx(before, rel=1e-6)
 
 
 def check_compiled(pool: WorkerPool, world: int, cfg: Config, kinds: int = 1) -> None:

@@ -37,6 +37,23 @@ class Documents:
         )
 
 
+class Pairs:
+    """The same samples as a dataset of pairs, one a sample."""
+
+    seq_len, has_documents = SEQ, True
+
+    def __init__(self) -> None:
+        self.tokens = batches(2).reshape(-1, SEQ + 1)[:, 1:]
+
+    def sample(self, position: int) -> Any:
+        from megalite.runtime.data import Rows
+
+        at, tokens = np.arange(SEQ), self.tokens[position]
+        owners = np.select([at == 4, at == SEQ - 1], [0, 1], -1)
+        targets, weights = np.where(owners < 0, -1, tokens), (owners == 0).astype(np.float32)
+        return Rows(tokens, targets, np.where(at < 5, 0, 5), weights, at < 0, owners)
+
+
 def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None) -> Any:
     """The suspects and the obstacle of an exchange after an update; `fault`: whose hardware adds what is wrong."""
     import torch
@@ -52,7 +69,9 @@ def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None)
         return sums_of_bits([state.flat for state in engine.optimizer.states()]).tolist()
 
     engine = start(rank, cfg, world)
-    gradients, dataset = LocalGradients(engine), OwnDataset(Documents(), SEQ, VOCAB, shuffle=False)
+    of_pairs = cfg.train.stage == "reward"
+    dataset: Any = Pairs() if of_pairs else OwnDataset(Documents(), SEQ, VOCAB, shuffle=False)
+    gradients = LocalGradients(engine)
     with open_loader(engine, dataset, cfg.train.global_batch_size) as loader:
         assert not train_step(engine, loader.next_batch(), 1).skipped
         if fault is not None and fault[0] == rank:
@@ -74,10 +93,16 @@ def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None)
         found = exchange(engine, loader, batch, 2, second.loss_scale, gradients)
         assert (state(), engine.scaler.scalars(), engine.optimizer.scalars()) == before
         assert loader.consumed_samples == 2 * cfg.train.global_batch_size
+        if of_pairs:
+            # The next step counts its own samples alone.
+            figures = train_step(engine, batch, 2, loss_limit=0.0).figures
+            assert figures == second.figures
+            assert figures["rewards"]["pairs"] == cfg.train.global_batch_size
     return found.suspects, found.obstacle
 
 
 # Layout, model, training options, faults and suspects, on four ranks. A fault in an activation reaches a whole replica.
+REWARDS: Any = ({"zero": 1}, {}, {"stage": "reward"}, [])
 STRONG: Any = ({"pp": 2, "schedule": "interleaved", "vp": 2}, DROPOUT, {}, [((1, "wrong"), [[0], [1]])])
 TWO_REPLICAS: list[Any] = [
     ({"tp": 2}, DROPOUT, {}, [((3, "nan"), [[3]]), ((0, "activation"), [[0, 1], [2, 3]])]),
@@ -97,7 +122,9 @@ FOUR_REPLICAS = [
 
 
 @pytest.mark.parametrize(
-    "rows", [[STRONG], pytest.param(TWO_REPLICAS + FOUR_REPLICAS, marks=pytest.mark.full)], ids=["strong", "grid"]
+    "rows",
+    [[STRONG], [REWARDS], pytest.param(TWO_REPLICAS + FOUR_REPLICAS, marks=pytest.mark.full)],
+    ids=["strong", "rewards", "grid"],
 )
 def test_replicas_agree_and_faults_are_named(pool: WorkerPool, rows: list[Any]) -> None:
     for parallel, model, train, faults in rows:

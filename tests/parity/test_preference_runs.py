@@ -158,10 +158,12 @@ def test_each_part_of_a_blend_has_its_references(pairs: str, tmp_path: Path) -> 
     more = ["--run-dir", str(tmp_path / "run"), "--train-steps", "2", "--lr", "1e-12", "--eval-steps", "2"]
     train(0, [*MODEL, *blend, *more], 1)
     steps, events = read_metrics(tmp_path / "run")
-    (evaluation,) = [event["loss"] for event in events if event["event"] == "eval"]
+    (evaluation,) = [event for event in events if event["event"] == "eval"]
     # Nothing has been learned: all losses are ln 2.
     assert [step["loss"] for step in steps] == pytest.approx([math.log(2)] * 2, abs=1e-6)
-    assert evaluation == pytest.approx(math.log(2), abs=1e-6)
+    assert evaluation["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert evaluation["rewards/margins"] == pytest.approx(0, abs=1e-6)
+    assert evaluation["logps/chosen"] < 0 < evaluation["pairs"]
     assert len(list(tmp_path.glob("*.ref-*.bin"))) == 3
 
 

@@ -24,8 +24,10 @@ from tests.parity.harness import (
     assert_same_gradients,
     boxes_of,
     check,
+    check_evaluated,
     check_mistake,
     config_of,
+    evaluate_steps,
     put_together,
     ranks_of,
     train_steps,
@@ -223,6 +225,31 @@ def from_folder(cfg: Config, folder: Path, data: Rows) -> tuple[Any, Any]:
     return result, result.gradients
 
 
+def test_an_evaluation_is_the_mean_of_all_its_pairs(tmp_path: Path) -> None:
+    """And not of its batches: one has a pair, and the other the rest."""
+    given, beta = CASES[0]["case"], 0.3
+    policy, reference = (model.double() for model in models_of(given))
+    pairs, room = pairs_by_seed(given), 5 * given["places"]
+    logps, scores = (
+        torch.tensor([[logprob(model, *answer).item() for answer in pair] for pair in pairs])
+        for model in (policy, reference)
+    )
+    documents = [[(*answer, s) for answer, s in zip(pair, by_ref)] for pair, by_ref in zip(pairs, scores.tolist())]
+    policy.float().save_pretrained(tmp_path / "policy")
+    model = replace(hf_model_config(str(tmp_path / "policy")), seq_len=room)
+    cfg = jobs.make_config(model, micro_batch_size=1, global_batch_size=1, stage="dpo", dpo_beta=beta)
+    (engine,) = jobs.engines([cfg], 1)
+    load_hf(str(tmp_path / "policy"), cfg.model, engine.optimizer.states(), engine.ctx)
+    engine.optimizer.finish_load()
+    batches = [Rows.stack([laid_out(part, room)]) for part in (documents[:1], documents[1:])]
+    found = evaluate_steps(engine, lambda step: batches[step - 1], 2)
+    (chosen, rejected), by_answer = (beta * (logps - scores)).unbind(1), logps.mean(0).tolist()
+    rewards = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected, "accuracies": chosen > rejected}
+    expected = {f"rewards/{name}": x.double().mean().item() for name, x in rewards.items()}
+    expected |= {"logps/chosen": by_answer[0], "logps/rejected": by_answer[1], "pairs": len(pairs)}
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 def test_six_pairs_in_rows_are_six_in_one() -> None:
     draws = np.random.default_rng(1)
     pairs = [tuple((draws.integers(0, 90, 4).tolist(), n, -5.0 * n) for n in draws.integers(1, 4, 2)) for _ in range(6)]
@@ -261,6 +288,11 @@ MORE: dict[Any, list[Row]] = {
 )
 def test_layouts_are_one_process(pool: WorkerPool, shape: Any) -> None:
     check(pool, shape, (GRID | MORE)[shape])
+
+
+@pytest.mark.parametrize("shape", [ranks_of(2, tp=2), ranks_of(4, pp=2)], ids=str)
+def test_evaluations_are_those_of_one_process(pool: WorkerPool, shape: Any) -> None:
+    check_evaluated(pool, shape, (LLAMA, 1, {}, DATA))
 
 
 def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:

@@ -105,8 +105,12 @@ def test_a_model_learns_what_is_preferred(pairs: str, tmp_path: Path) -> None:
     last = list(steps)[-1]
     assert last["accuracy"] == 1
     assert last["min_reward"] <= last["mean_reward"] <= last["max_reward"]
-    (evaluated,) = [event["loss"] for event in events if event["event"] == "eval"]
-    assert 0 < evaluated < 0.5
+    (evaluated,) = [event for event in events if event["event"] == "eval"]
+    assert 0 < evaluated["loss"] < 0.5
+    # Of pairs that it has not seen.
+    assert evaluated["accuracy"] == 1
+    assert evaluated["min_reward"] < evaluated["mean_reward"] < evaluated["max_reward"]
+    assert "| accuracy 1.0000" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
     # The export prefers them too, of documents that it has not seen.
     config = export_hf(str(tmp_path / "run"), str(tmp_path / "model"), dtype="fp32")
     assert (config["architectures"], config["num_labels"]) == (["LlamaForSequenceClassification"], 1)

@@ -21,8 +21,10 @@ from tests.parity.harness import (
     assert_same_gradients,
     boxes_of,
     check,
+    check_evaluated,
     check_mistake,
     config_of,
+    evaluate_steps,
     put_together,
     ranks_of,
     train_steps,
@@ -66,6 +68,17 @@ def pairs_of(step: int) -> Rows:
 # ------------------------------------------------------------------------------------------------------- one process
 
 
+def rewards_by(model: Any, rows: list[list[Pair]]) -> torch.Tensor:
+    return torch.stack([model(torch.tensor([ids])).logits[0, 0] for row in rows for pair in row for ids in pair])
+
+
+def figures_of(rewards: torch.Tensor) -> dict[str, float]:
+    c, r = rewards.view(-1, 2).unbind(1)
+    figures = {"accuracy": (c > r).double().mean(), "margin": (c - r).mean(), "mean_reward": rewards.mean()}
+    figures |= {"min_reward": rewards.min(), "max_reward": rewards.max()}
+    return {name: x.item() for name, x in figures.items()} | {"pairs": len(c)}
+
+
 @pytest.mark.parametrize("center", [0.0, 0.1])
 def test_one_process_is_the_classifier_of_transformers(center: float, tmp_path: Path) -> None:
     """One document at a time there, all in packed rows here, with the end of text inside of some."""
@@ -76,10 +89,10 @@ def test_one_process_is_the_classifier_of_transformers(center: float, tmp_path: 
     special = {"num_labels": 1, "eos_token_id": 5, "initializer_range": 0.2}
     model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes, **options, **special))
     model.save_pretrained(tmp_path / "model")
-    rows = drawn(1)
+    rows, fewer = drawn(1), [row[:1] for row in drawn(2)]
     rows[0][0][0][:] = [5, *rows[0][0][0], 5]
     theirs = model.double()
-    rewards = torch.stack([theirs(torch.tensor([ids])).logits[0, 0] for row in rows for pair in row for ids in pair])
+    rewards = rewards_by(theirs, rows)
     c, r = rewards.view(-1, 2).unbind(1)
     # As TRL's RewardTrainer computes it.
     loss = (-logsigmoid(c - r) + center * (c + r) ** 2).mean()
@@ -95,13 +108,12 @@ def test_one_process_is_the_classifier_of_transformers(center: float, tmp_path: 
     (engine,) = jobs.engines([cfg], 1)
     load_hf(tmp_path / "model", cfg.model, engine.optimizer.states(), engine.ctx)
     engine.optimizer.finish_load()
-    data = Rows.stack([laid_out(row, jobs.SEQ + 2) for row in rows])
-    result = train_steps(engine, lambda step: data, 1)
+    batches = [Rows.stack([laid_out(row, jobs.SEQ + 2) for row in batch]) for batch in (rows, fewer)]
+    evaluated = evaluate_steps(engine, lambda step: batches[step - 1], 2)
+    assert evaluated == pytest.approx(figures_of(rewards_by(theirs, rows + fewer)), abs=1e-5)
+    result = train_steps(engine, lambda step: batches[0], 1)
     assert result.steps[0] == pytest.approx((loss.item(), norm), rel=1e-5)
-    figures = {"accuracy": (c > r).double().mean(), "margin": (c - r).mean(), "mean_reward": rewards.mean()}
-    figures |= {"min_reward": rewards.min(), "max_reward": rewards.max()}
-    expected = {name: x.item() for name, x in figures.items()} | {"pairs": len(c)}
-    assert result.reported[0] == pytest.approx(expected, abs=1e-5)
+    assert result.reported[0] == pytest.approx(figures_of(rewards), abs=1e-5)
     # Gradients take the way of weights into this model: what is fused there is fused here.
     with torch.no_grad():
         for x in theirs.parameters():
@@ -137,6 +149,11 @@ MORE: dict[Any, list[Row]] = {
 )
 def test_layouts_are_one_process(pool: WorkerPool, shape: Any) -> None:
     check(pool, shape, (GRID | MORE)[shape])
+
+
+@pytest.mark.parametrize("shape", [ranks_of(2, tp=2), ranks_of(4, pp=2)], ids=str)
+def test_evaluations_are_those_of_one_process(pool: WorkerPool, shape: Any) -> None:
+    check_evaluated(pool, shape, (LLAMA, 1, {}, DATA))
 
 
 def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:

@@ -6,7 +6,7 @@ import math
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
-from megalite.core.step import eval_step
+from megalite.core.step import eval_figures, eval_step, start_counting
 from megalite.runtime.loop.run import Run, open_loader
 from megalite.runtime.start.exit import raise_together
 from megalite.runtime.watch.heartbeat import READING
@@ -33,6 +33,7 @@ def _evaluate_loss(run: Run) -> float | None:
     if run.datasets.valid is None or not cfg.run.eval_steps:
         return None
     run.engine.optimizer.wait_weights()
+    start_counting(run.engine)
     with open_loader(run.engine, run.datasets.valid, cfg.train.global_batch_size) as loader:
         total = targets = 0.0
         for _ in range(cfg.run.eval_steps):
@@ -49,7 +50,9 @@ def _evaluate_loss(run: Run) -> float | None:
         raise UserError(f"the {cfg.run.eval_steps} batches of an evaluation", rule, remedy)
     loss = total / targets
     run.evaluated = run.step, run.consumed_samples, loss
-    run.metrics.event("eval", step=run.step, loss=loss)
+    figures = eval_figures(run.engine, targets)
+    run.metrics.event("eval", step=run.step, loss=loss, **figures)
     perplexity = f" | perplexity {math.exp(min(loss, 700.0)):.2f}" if cfg.train.stage == "lm" else ""
-    logger.info(f"evaluation after step {run.step} | loss {loss:.4f}{perplexity}")
+    shown = "".join(f" | {c.headline} {figures[c.headline]:.4f}" for c in run.engine.counters if c.headline)
+    logger.info(f"evaluation after step {run.step} | loss {loss:.4f}{perplexity}{shown}")
     return loss

@@ -35,13 +35,14 @@ class Preferences(Counter):
     """The loss of pairs, which the output layer asks for, and its figures: `FIGURES`, and the number of pairs."""
 
     name, stage = "preferences", "dpo"
+    headline = "rewards/accuracies"
 
     def __init__(self, engine: Engine[StepConfig]) -> None:
         self._engine = engine
         self._train = engine.cfg.train
         self._cp = engine.ctx.axis("cp")
         self._kind = self._kind_of(self._train)
-        self._sums = self._zeros()
+        self.start()
 
     @classmethod
     def of(cls, engine: Engine[StepConfig]) -> Preferences | None:
@@ -58,8 +59,11 @@ class Preferences(Counter):
         kind: Preference = PREFERENCES[train.dpo_loss]
         return kind
 
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(1 + len(FIGURES), dtype=torch.float64, device=self._engine.ctx.device)
+    def start(self) -> None:
+        self._sums = self._zeros(len(FIGURES))
+
+    def _zeros(self, means: int) -> torch.Tensor:
+        return torch.zeros(1 + means, dtype=torch.float64, device=self._engine.ctx.device)
 
     def __call__(self, loss_SB: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses of the pairs, each at the one target that has a weight, and the targets' derivatives."""
@@ -84,8 +88,7 @@ class Preferences(Counter):
         found = self._kind.loss(pairs, self._train)
         pair_SB, first_SB = number_SB // 2, counted_SB.double()
         first_SB = first_SB if batch.weights_SB is None else first_SB * batch.weights_SB
-        if fwd.training:
-            self._note(pairs, (chosen, rejected), pair_SB, first_SB)
+        self._note(pairs, (chosen, rejected), pair_SB, first_SB)
         by_answer = torch.stack((found.by_chosen, found.by_rejected), 1).flatten()
         return (found.loss[pair_SB] * first_SB).float(), (-by_answer[number_SB] * counted_SB).float()
 
@@ -102,8 +105,7 @@ class Preferences(Counter):
         self._sums += (figures[:, pair_SB] * first_SB).sum((1, 2))
 
     def sums(self) -> torch.Tensor:
-        own, self._sums = self._sums, self._zeros()
-        return own if self._engine.owns_losses else torch.zeros_like(own)
+        return self._sums if self._engine.owns_losses else torch.zeros_like(self._sums)
 
     def figures(self, sums: Sequence[float], targets: float) -> dict[str, float]:
         pairs, *rest = sums

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from megalite.core.engine import Engine
-from megalite.core.options.step import StepConfig
 from megalite.core.options.train import TrainConfig
 from megalite.core.parts.counters.preferences import Preferences
 from megalite.core.parts.preferences.dpo import PairLoss, Pairs, Preference, logistic
@@ -31,19 +29,14 @@ class Rewards(Preferences):
     """What a document gains is its reward. Figures: `MEANS`, min_reward, max_reward, and the number of pairs."""
 
     name, stage = "rewards", "reward"
-
-    def __init__(self, engine: Engine[StepConfig]) -> None:
-        super().__init__(engine)
-        self._most = self._nothing()
+    headline = "accuracy"
 
     def _kind_of(self, train: TrainConfig) -> Preference:
         return Preference(bradley_terry, has_reference=False)
 
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(1 + len(MEANS), dtype=torch.float64, device=self._engine.ctx.device)
-
-    def _nothing(self) -> torch.Tensor:
-        return torch.full((2,), -torch.inf, dtype=torch.float64, device=self._engine.ctx.device)
+    def start(self) -> None:
+        self._sums = self._zeros(len(MEANS))
+        self._most = torch.full_like(self._sums[:2], -torch.inf)
 
     def _note(
         self, pairs: Pairs, logps: tuple[torch.Tensor, torch.Tensor], pair_SB: torch.Tensor, first_SB: torch.Tensor
@@ -57,10 +50,9 @@ class Rewards(Preferences):
     def sums(self) -> torch.Tensor:
         """Return sums, and the most of -rewards and of rewards: of each rank with samples of its own, in its place."""
         sums, batch = super().sums(), self._engine.ctx.batch
-        own, self._most = self._most, self._nothing()
-        most = torch.zeros(batch.size, 2, dtype=torch.float64, device=own.device)
+        most = sums.new_zeros(batch.size, 2)
         if self._engine.owns_losses and self._engine.has_last_stage:
-            most[batch.rank] = own
+            most[batch.rank] = self._most
         return torch.cat((sums, most.flatten()))
 
     def figures(self, sums: Sequence[float], targets: float) -> dict[str, float]:

@@ -73,11 +73,11 @@ function eventsOf(run) {
   return run.allEvents;
 }
 
-// Points of an evaluation: [step, value], the last of each step. The loss is that of eval; task/metric are of tasks.
+// Points of an evaluation: [step, value], the last of each step. Those of eval have the names of a step's, as the loss;
+// those of tasks are task/metric.
 function evaluations(run, name) {
-  const [kind, field] = name === "loss" ? ["eval", "loss"] : ["eval_tasks", name];
-  const told = run.curves.events.filter((e) => e.event === kind && typeof e[field] === "number" && typeof e.step === "number");
-  return [...new Map(told.map((e) => [e.step, e[field]]))].sort((a, b) => a[0] - b[0]);
+  const told = run.curves.events.filter((e) => ["eval", "eval_tasks"].includes(e.event) && typeof e[name] === "number" && typeof e.step === "number");
+  return [...new Map(told.map((e) => [e.step, e[name]]))].sort((a, b) => a[0] - b[0]);
 }
 
 // Metrics of tasks, without their standard errors.
