@@ -48,7 +48,7 @@ class PairDataset(PackedDataset):
         else:
             for pair in first + np.flatnonzero(too_long[first:stop]):
                 answers = all(len(self._learned(2 * pair + side)) for side in (0, 1))
-                usable[pair] &= answers and not np.array_equal(*(self._read(2 * pair + side) for side in (0, 1)))
+                usable[pair] &= answers and not np.array_equal(self._read(2 * pair), self._read(2 * pair + 1))
         number, long, used = stop - first, int(too_long[first:stop].sum()), first + np.flatnonzero(usable[first:stop])
         if not len(used):
             rule = f"none of its {number} pairs has room in {self.seq_len} tokens with its answers"
