@@ -540,8 +540,8 @@ def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path, whole: P
     go_on.touch()
     left = job.end()
     assert codes(left) == [0, 0], left
-    # A guard may pass the signal on when that step has begun and has counted who asks for a stop.
-    assert max(committed(run)) in ("step_00000004", "step_00000005"), left
+    # A guard may pass the signal on before that step begins, as it goes on, or when it has counted who asks for a stop.
+    assert max(committed(run)) in ("step_00000003", "step_00000004", "step_00000005"), left
     assert codes(begin(zygote, tmp_path / "hit", 2, RECOVER).end()) == [0, 0]
     assert outcome(run) == outcome(whole)
 
