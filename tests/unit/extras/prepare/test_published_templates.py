@@ -32,7 +32,6 @@ chat_utils = pytest.importorskip("transformers.utils.chat_template_utils")
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path("tests/data/chat_templates.yaml").read_text(encoding="utf-8"))
 TABLE.pop("refusals")
 TOKENS = {"bos_token": "<B>", "eos_token": "<E>"}
-# Of both: midnight may come between them.
 NOW = datetime(2026, 2, 3, 4, 5)
 _CONTROL = re.compile(
     r"<\|[\w ./]+\|>|<｜[\w▁]+｜>|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_\w+>|\[\|endofturn\|\]|<\w*\|\w*>"
@@ -134,6 +133,19 @@ def split(text: str, spans: Iterable[tuple[int, int]]) -> Written:
     return Written(text, "".join(pieces[1::2]), "".join(pieces[::2]))
 
 
+class Clock(datetime):
+    """One for transformers and us: midnight may come between them."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return NOW
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_utils, "datetime", Clock)
+
+
 def rendered(source: str, conversation: Conversation) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Yield what transformers writes of each form of a conversation that a template accepts, and what that marks.
 
@@ -149,7 +161,6 @@ def rendered(source: str, conversation: Conversation) -> Iterator[tuple[str, lis
                     chat_template=source,
                     tools=conversation.tools,
                     return_assistant_tokens_mask=marked,
-                    strftime_now=NOW.strftime,
                     **TOKENS,
                 )
             except Exception:  # of any kind: the template decides
