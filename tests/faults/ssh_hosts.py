@@ -186,7 +186,8 @@ class Launch:
 
     def end(self) -> int:
         """The launcher's exit code."""
-        return self.process.wait(WITHIN_S)
+        # With a restart of all hosts in it: ssh, imports and a rendezvous again, on a busy machine.
+        return self.process.wait(400)
 
     def pid_of(self, rank: int) -> tuple[int, str]:
         """(process id, host name) of a rank."""
