@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness import wait_for
-from tests.faults.zygote import WITHIN_S
 from tests.ranks import ROOT
 
 NODES = ("mlnode1", "mlnode2", "mlnode3")
