@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from megalite.core.mesh.context import ParallelContext
-from megalite.core.model import parameters
+from megalite.core.model import parameters, specs
+from megalite.core.options.model import ModelConfig
+from megalite.core.sharding import ParamSpec
 from megalite.runtime.loop.loop import fit
 from megalite.runtime.options import cli
 from megalite.runtime.start.start import open_run
@@ -22,13 +24,13 @@ RUN = [
 def test_the_parameter_table_is_built_once_in_20_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
 
-    def spec(name: str, *args: Any, **kwargs: Any) -> parameters.ParamSpec:
-        if name == "lm_head.weight":
+    def vocabulary(cfg: ModelConfig, name: str, **options: Any) -> ParamSpec:
+        if name == "embed_tokens.weight":
             built.append(name)
-        return real(name, *args, **kwargs)
+        return real(cfg, name, **options)
 
-    real = parameters.ParamSpec
-    monkeypatch.setattr(parameters, "ParamSpec", spec)
+    real = specs.vocabulary
+    monkeypatch.setattr(parameters, "vocabulary", vocabulary)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest keeps its own handlers
     # A table that another test has built would count as none.
     flags = ["--init-std", "0.0201", "--train-steps", "20", "--eval-every", "7", "--save-every", "9"]
