@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from pathlib import Path
 from typing import Any
+
+from megalite.extras.prepare.preprocess import preprocess
 
 STEPS = 6
 MODEL = [
@@ -89,3 +92,17 @@ def carried(rank: int, arguments: list[str], world: int) -> tuple[dict[str, tupl
             save(run)
             run.checkpointer.finish()
         return held, next(steps(run))["loss"]
+
+
+WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "tree"]
+
+
+def preferred_in_upper_case(tmp_path: Path) -> str:
+    """Prefix of a hundred pairs of texts, of which the answer in upper case is preferred."""
+    draws, lines = random.Random(0), []
+    for _ in range(100):
+        prompt, answer = (" ".join(draws.choices(WORDS, k=2)) for _ in range(2))
+        lines.append(json.dumps({"prompt": prompt, "chosen": answer.upper(), "rejected": answer}))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    preprocess([str(tmp_path / "pairs.jsonl")], "bytes", str(tmp_path / "pairs"), pairs=True, chat_template="chatml")
+    return str(tmp_path / "pairs")

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import random
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from megalite.extras.view.metrics import read_metrics
 from megalite.runtime.data import IndexedDataset, LossMask
 from megalite.runtime.start import references
 from megalite.runtime.watch.heartbeat import Heartbeat
-from tests.parity.runs import train
+from tests.parity.runs import preferred_in_upper_case, train
 from tests.workers import WorkerPool
 
 MODEL = [
@@ -29,19 +28,11 @@ MODEL = [
     *("--global-batch-size", "4", "--device", "cpu", "--tokenizer", "bytes", "--stage", "dpo", "--lr", "1e-3"),
     *("--lr-decay", "constant", "--eval-steps", "0", "--weight-decay", "0"),
 ]
-WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "tree"]
 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> str:
-    """A hundred pairs: answers in upper case are preferred."""
-    draws, lines = random.Random(0), []
-    for _ in range(100):
-        prompt, answer = (" ".join(draws.choices(WORDS, k=2)) for _ in range(2))
-        lines.append(json.dumps({"prompt": prompt, "chosen": answer.upper(), "rejected": answer}))
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    preprocess([str(tmp_path / "pairs.jsonl")], "bytes", str(tmp_path / "pairs"), pairs=True, chat_template="chatml")
-    return str(tmp_path / "pairs")
+    return preferred_in_upper_case(tmp_path)
 
 
 def arguments(pairs: str, run: Path, steps: int, *more: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megalite.extras.inference.load import find_weights
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.extras.view.metrics import read_metrics
 from megalite.runtime.data import IndexedDataset
-from tests.parity.runs import train
+from tests.parity.runs import preferred_in_upper_case, train
 from tests.workers import WorkerPool
 
 MODEL = [
@@ -26,19 +25,11 @@ MODEL = [
     *("--lr-decay", "constant", "--eval-steps", "0", "--weight-decay", "0", "--split", "1,0,0"),
 ]
 RESETS = ["--reset-data", "--reset-optimizer", "--reset-step"]
-WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "tree"]
 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> str:
-    """A hundred pairs: answers in upper case are preferred."""
-    draws, lines = random.Random(0), []
-    for _ in range(100):
-        prompt, answer = (" ".join(draws.choices(WORDS, k=2)) for _ in range(2))
-        lines.append(json.dumps({"prompt": prompt, "chosen": answer.upper(), "rejected": answer}))
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    preprocess([str(tmp_path / "pairs.jsonl")], "bytes", str(tmp_path / "pairs"), pairs=True, chat_template="chatml")
-    return str(tmp_path / "pairs")
+    return preferred_in_upper_case(tmp_path)
 
 
 @pytest.fixture
