@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from megalite.core.mesh.agree import agree, check_equal
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.scoring import Scores, rows_of_rank, score_rows
 from megalite.extras.tasks.read import Task, read_task
-from megalite.extras.tasks.requests import Document, Question, documents_of, metrics_of, questions
 from megalite.runtime.data.scored import pack_scored, scored_rows
 from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.loop.run import Run
@@ -24,6 +24,9 @@ from megalite.runtime.options.run import Config
 from megalite.runtime.places.downloads import bring_tree
 from megalite.runtime.recover.member import NOBODY, Companion
 from megalite.runtime.watch.watchdog import OWN
+
+if TYPE_CHECKING:
+    from megalite.extras.tasks.requests import Document, Question
 
 
 @dataclass
@@ -78,6 +81,8 @@ class EvalTasks:
 
     def metrics(self, scores: Scores) -> dict[str, float]:
         """Return {task/metric: value}, on rank 0."""
+        from megalite.extras.tasks.requests import metrics_of
+
         out: dict[str, float] = {}
         for asked in self.asked:
             answers = [
@@ -129,6 +134,9 @@ def open_tasks(cfg: Config, ctx: ParallelContext, companion: Companion = NOBODY)
 
 
 def _prepare(cfg: Config) -> EvalTasks:
+    # Here: it loads jinja2, a hundredth of a rank's start, which a run without tasks need not pay.
+    from megalite.extras.tasks.requests import documents_of, questions
+
     files, longest = cfg.run.eval_tasks, cfg.model.seq_len
     given, rule = f"--eval-tasks {files[0]}", "texts of tasks become tokens by the run's tokenizer, and there is none"
     if (name := cfg.data.tokenizer) is None:
