@@ -11,6 +11,7 @@ from functools import partial
 
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import show_help_if_asked
+from megalite.runtime.base.collector import importing
 from megalite.runtime.options import cli
 from megalite.runtime.recover.member import GuardedRank, become_guard, become_guard_if_asked, find_companion
 
@@ -18,21 +19,22 @@ if __name__ == "__main__":
     show_help_if_asked(sys.argv[1:], dialect=DIALECT)  # before torch is imported, which takes a second
     become_guard_if_asked(sys.argv[1:])
 
-from megalite.api import start
-from megalite.core.base.log import env_rank
-from megalite.core.mesh.grid import Grid
-from megalite.core.mesh.rendezvous import world_size
-from megalite.extras.plan.auto import settle_layout
-from megalite.extras.plan.forecast import Forecast
-from megalite.extras.plan.report import dry_run_report
-from megalite.extras.tool import show
-from megalite.runtime.checkpoint.hf.start import hf_model_config
-from megalite.runtime.data import Samples
-from megalite.runtime.loop.loop import StepCallback, fit
-from megalite.runtime.recover.rehearse import rehearse
-from megalite.runtime.recover.restore import find_hub, identity_of
-from megalite.runtime.start.exit import leaving_together
-from megalite.runtime.start.inputs import with_vocab_size
+with importing():  # a fifth of the start would go into looking for garbage among what is imported
+    from megalite.api import start
+    from megalite.core.base.log import env_rank
+    from megalite.core.mesh.grid import Grid
+    from megalite.core.mesh.rendezvous import world_size
+    from megalite.extras.plan.auto import settle_layout
+    from megalite.extras.plan.forecast import Forecast
+    from megalite.extras.plan.report import dry_run_report
+    from megalite.extras.tool import show
+    from megalite.runtime.checkpoint.hf.start import hf_model_config
+    from megalite.runtime.data import Samples
+    from megalite.runtime.loop.loop import StepCallback, fit
+    from megalite.runtime.recover.rehearse import rehearse
+    from megalite.runtime.recover.restore import find_hub, identity_of
+    from megalite.runtime.start.exit import leaving_together
+    from megalite.runtime.start.inputs import with_vocab_size
 
 
 def main(

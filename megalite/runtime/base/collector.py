@@ -22,6 +22,14 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """Suspend the collector around imports, whose objects stay alive, and keep them out of all later collections."""
+    with without_collector():
+        yield
+    gc.freeze()
+
+
 class PeriodicCollector:
     """Runs Python's garbage collector every `_COLLECTION_STEPS` steps and at saves only, after the first step.
 
