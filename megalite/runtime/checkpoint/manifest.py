@@ -319,7 +319,7 @@ class Manifest:
     def _parse(cls, content: Any, part: Part | None) -> Manifest:
         require_rule(content["format"] == FORMAT and content["block"] == BLOCK, "is not a manifest of this format")
         version = content["version"]
-        rule = f"has format version {version!r:.20}, not one of {_VERSIONS}: a newer megalite reads it"
+        rule = f"has format version {version!r:.20}, not 1, 2 or 3: a newer megalite reads it"
         require_rule(type(version) is int and version in _VERSIONS, rule)
         step = integer(content["step"], "step", high=MAX_COUNT)
         share = part or Part()

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megalite
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.sharding import ParamSpec, StateTensor
+from megalite.extras.convert.hf import export_hf
 from megalite.extras.view.checkpoint import describe
 from megalite.runtime.checkpoint.load import load_checkpoint
 from megalite.runtime.checkpoint.manifest import commit_text, read_manifest
@@ -19,7 +24,29 @@ from megalite.runtime.checkpoint.save import Checkpointer
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 
+OPTIONS: dict[str, Any] = {
+    "preset": "tiny",
+    "mock_data": True,
+    "seq_len": 8,
+    "micro_batch_size": 1,
+    "global_batch_size": 2,
+    "num_layers": 2,
+    "eval_steps": 0,
+    "train_steps": 3,
+}
 CTX = ParallelContext.single()
+# The writer has its job, and dies with the process.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.checkpoint import test_differences as t
+checkpointer = t.Checkpointer(Path(sys.argv[1]), t.CTX, "run", delta=5)
+checkpointer._whole = "model_00000001"
+os.kill(checkpointer._writer.process.pid, signal.SIGSTOP)
+checkpointer.save_model(3, t.weights(3), {"step": 3}, background=True)
+os.kill(checkpointer._writer.process.pid, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 SPECS = [
     *cs.SPECS,
     ParamSpec("layers.1.rows", (1024, 700), sharded_dims=(("tp", 0),)),
@@ -173,3 +200,36 @@ def test_a_base_that_vanishes_makes_the_next_snapshot_whole(tmp_path: Path) -> N
     assert path is not None
     assert read_manifest(path).base is None
     assert loaded(path)
+
+
+def test_a_run_killed_while_it_writes_a_difference_leaves_the_earlier_ones(tmp_path: Path) -> None:
+    save(tmp_path, [1, 2], 5)
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
+    assert child.wait(300) == -signal.SIGKILL
+    assert sorted(p.name for p in tmp_path.glob("model_*")) == ["model_00000001", "model_00000002"]
+    save(tmp_path, [3, 4], 5)
+    base = read_manifest(tmp_path / "model_00000004").base
+    assert base is not None
+    assert base[0] == "model_00000003", "a new process begins with a whole one"
+    assert not list(tmp_path.glob(".tmp_*"))
+    for step in (1, 2, 3, 4):
+        assert loaded(tmp_path / f"model_{step:08d}")
+
+
+def test_a_difference_is_exported_as_a_whole_one(tmp_path: Path) -> None:
+    for delta in (0, 3):
+        given = {**OPTIONS, "run_dir": str(tmp_path / f"run{delta}"), "save_model_every": 1, "save_model_delta": delta}
+        with megalite.start(megalite.configure(**given)) as run:
+            for _ in megalite.steps(run):
+                pass
+        path = tmp_path / f"run{delta}" / "checkpoints" / "model_00000002"
+        assert (read_manifest(path).base is not None) == bool(delta)
+        export_hf(path, tmp_path / f"hf{delta}")
+    exports = [(tmp_path / f"hf{delta}" / "model.safetensors").read_bytes() for delta in (0, 3)]
+    assert exports[0] == exports[1]
+
+
+@pytest.mark.parametrize("given", [{"save_model_delta": 3}, {"run_dir": "s3://bucket/run", "save_model_every": 1}])
+def test_options_that_do_not_go_together(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="--save-model-delta 3"):
+        megalite.configure(**{**OPTIONS, "run_dir": "runs/x", "save_model_delta": 3, **given})
