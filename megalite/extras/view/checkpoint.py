@@ -74,6 +74,9 @@ def _summary(folder: Path, manifest: Manifest) -> list[str]:
     plain = sum(f.plain_size for f in manifest.files)
     coded = f", coded from {plain:,} ({CODE}, {total / plain:.3f})" if total != plain else ""
     lines.append(f"{len(manifest.files)} shards, {total:,} bytes{coded}")
+    if manifest.base is not None:
+        name, sha256 = manifest.base
+        lines.append(f"difference of {name} (manifest {sha256[:16]}...)")
     return lines
 
 

@@ -3,7 +3,8 @@
 Layout: the header of the safetensors file as it is; its body in pieces of `PIECE` bytes, each coded by itself; then a
 table with the length and the CRC32 of the plain bytes of each piece. The first byte of a piece is the item size of its
 elements, whose first bytes come first, then their second ones, and so on, as one zstd frame; or 0, where that would be
-longer, before plain bytes. Bits come back as they were. Needs the package zstandard; does not import torch.
+longer, before plain bytes. Where `DIFFERENCE` is set in it, what decodes is the XOR with the same bytes of a base
+(`base`). Bits come back as they were. Needs the package zstandard; does not import torch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ PIECE = 1 << 20
 # Higher levels are slower and no smaller: most bits of a state are noise.
 _LEVEL = 1
 _ROW = struct.Struct("<II")
+# Flag in the first byte of a piece.
+DIFFERENCE = 0x80
+# Returns the bytes of a base for bytes `begin` to `end` of a shard's body.
+BaseBytes = Callable[[int, int], bytes]
 
 
 def zstd(given: str) -> ModuleType:
@@ -40,21 +45,32 @@ def zstd(given: str) -> ModuleType:
         raise UserError(given, f"needs the Python package zstandard ({e})", "pip install zstandard") from None
 
 
-def encode(body: memoryview, items: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+def encode(body: memoryview, items: Sequence[tuple[int, int]], base: BaseBytes | None = None) -> Iterator[bytes]:
     """Yield the pieces of a shard's body, then the table.
 
     Args:
         body: plain bytes.
         items: (first byte, item size) of each tensor in it, in order.
+        base: what pieces may be coded as differences of; each takes the shortest form.
     """
     compressor = zstd("--save-code planes-zstd").ZstdCompressor(level=_LEVEL)
     begins, table = [begin for begin, _ in items], bytearray()
     for at in range(0, len(body), PIECE):
         plain = bytes(body[at : at + PIECE])
-        piece = _encode(plain, items[bisect_right(begins, at) - 1][1], compressor.compress)
+        width = items[bisect_right(begins, at) - 1][1]
+        piece = _encode(plain, width, compressor.compress)
+        if base is not None:
+            difference = _encode(xor(plain, base(at, at + len(plain))), width, compressor.compress)
+            if difference[0] and len(difference) < len(piece):
+                piece = bytes([difference[0] | DIFFERENCE]) + difference[1:]
         table += _ROW.pack(len(piece), zlib.crc32(plain))
         yield piece
     yield bytes(table)
+
+
+def xor(a: bytes | bytearray, b: bytes) -> bytes:
+    """Return the bitwise difference of as many bytes."""
+    return (int.from_bytes(a, "little") ^ int.from_bytes(b, "little")).to_bytes(len(a), "little")
 
 
 def _encode(plain: bytes, width: int, compress: Callable[[bytes], bytes]) -> bytes:
@@ -65,7 +81,7 @@ def _encode(plain: bytes, width: int, compress: Callable[[bytes], bytes]) -> byt
 
 def _decode(piece: bytearray, size: int) -> bytearray:
     """Return the `size` plain bytes of a piece; whatever it holds, no more memory than that is taken."""
-    width, coded = piece[0], memoryview(piece)[1:]
+    width, coded = piece[0] & ~DIFFERENCE, memoryview(piece)[1:]
     if width == 0:
         return piece[1:]
     library = zstd("a coded checkpoint")
@@ -89,13 +105,14 @@ class CodedShard:
         path: the file, for messages.
         entry: what the manifest says of it.
         fd: its descriptor, open as long as this is used.
+        base: the bytes that its differences refer to.
 
     Raises:
         BadCheckpoint: its table does not fit its size.
     """
 
-    def __init__(self, path: Path, entry: FileEntry, fd: int) -> None:
-        self._path, self._entry, self._fd = path, entry, fd
+    def __init__(self, path: Path, entry: FileEntry, fd: int, base: BaseBytes | None = None) -> None:
+        self._path, self._entry, self._fd, self._base = path, entry, fd, base
         count = -(-(entry.plain_size - entry.header) // PIECE)
         self.table = entry.size - count * _ROW.size
         if self.table < entry.header:
@@ -146,6 +163,9 @@ class CodedShard:
             read_exactly(self._fd, memoryview(piece), begin, self._path)
             size = min(PIECE, self._entry.plain_size - self._entry.header - number * PIECE)
             plain = _decode(piece, size)
+            if piece[0] & DIFFERENCE and len(plain) == size:
+                start = number * PIECE
+                plain = bytearray(xor(plain, self._base(start, start + size)) if self._base is not None else b"")
             if len(plain) != size or zlib.crc32(plain) != self._sums[number]:
                 rule = f"bytes {begin} to {end} do not decode to the {size} bytes that were saved"
                 raise BadCheckpoint(str(self._path), rule)

@@ -128,4 +128,9 @@ def assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:
     tensors: dict[str, dict[str, TensorEntry]] = {}
     for (kind, name, dtype, shape), located in boxes.items():
         tensors.setdefault(kind, {})[name] = TensorEntry(dtype, shape, tuple(located))
-    return Manifest(head["run_id"], head["step"], head["topology"], head["meta"], tuple(files), tensors)
+    # A rank that could not read the base has written its shard whole.
+    bases = {tuple(fragment["base"]) for fragment in fragments if fragment.get("base")}
+    if len(bases) > 1:
+        raise BadCheckpoint("fragments", f"name {len(bases)} bases", "two jobs are writing here: end one")
+    meta, base = head["meta"], next(iter(bases), None)
+    return Manifest(head["run_id"], head["step"], head["topology"], meta, tuple(files), tensors, base=base)

@@ -31,6 +31,7 @@ CODE = "planes-zstd"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,1000}")
 # Number of a summand in the name of a kind.
 _SUMMAND = re.compile(r"_\d+$")
+_SNAPSHOT = re.compile(r"model_\d{8,20}")
 # Types that states may be stored in.
 _TYPES = ("F32", "BF16", "F16")
 
@@ -205,6 +206,9 @@ def check_tiling(tensor: TensorEntry, what: str) -> None:
 FORMAT, VERSION = "megalite-checkpoint", 1
 # A version that older readers refuse, of checkpoints with coded shards.
 _CODED_VERSION = 2
+# The same, of differences.
+_DIFFERENCE_VERSION = 3
+_VERSIONS = (VERSION, _CODED_VERSION, _DIFFERENCE_VERSION)
 # Real manifests stay far below this per shard; a larger one is refused before it is parsed.
 _MAX_PER_FILE = 4 << 20
 _QUOTED_FILE = re.compile(rb'"([A-Za-z0-9_.-]+\.(?:safetensors|coded))"')
@@ -226,6 +230,7 @@ class Manifest:
         tensors: kind ("master", "exp_avg", "exp_avg_sq"; "model" for weights alone) -> global name -> tensor.
         all_names: names of all tensors of each kind, one a line, compressed; where `tensors` is a rank's part only.
         in_shards: boxes of the shards whose headers this rank checks: (kind, name, type, box) by number; None: all.
+        base: name and SHA-256 of the manifest of the whole snapshot that this is a difference of; None: it is whole.
     """
 
     run_id: str
@@ -236,6 +241,7 @@ class Manifest:
     tensors: dict[str, dict[str, TensorEntry]]
     all_names: dict[str, bytes] | None = None
     in_shards: dict[int, list[ShardBox]] | None = None
+    base: tuple[str, str] | None = None
 
     def names(self, kind: str) -> Collection[str]:
         """Return the names of all tensors of a kind."""
@@ -266,16 +272,22 @@ class Manifest:
         files = tuple(replace(self.files[file], crc32=()) for file in used)
         return replace(self, files=files, tensors=tensors, in_shards=None)
 
+    def _version(self) -> int:
+        if self.base is not None:
+            return _DIFFERENCE_VERSION
+        return VERSION if all(f.plain is None for f in self.files) else _CODED_VERSION
+
     def to_json(self) -> bytes:
         """Return the content of the file."""
         content = {
             "format": FORMAT,
-            "version": VERSION if all(f.plain is None for f in self.files) else _CODED_VERSION,
+            "version": self._version(),
             "run_id": self.run_id,
             "step": self.step,
             "topology": self.topology,
             "meta": self.meta,
             "block": BLOCK,
+            **({"base": dict(zip(("name", "manifest"), self.base))} if self.base is not None else {}),
             "files": [f.to_json() for f in self.files],
             "tensors": {
                 kind: {name: tensor_to_json(t) for name, t in tensors.items()} for kind, tensors in self.tensors.items()
@@ -307,16 +319,14 @@ class Manifest:
     def _parse(cls, content: Any, part: Part | None) -> Manifest:
         require_rule(content["format"] == FORMAT and content["block"] == BLOCK, "is not a manifest of this format")
         version = content["version"]
-        rule = f"has format version {version!r:.20}, not {VERSION} or {_CODED_VERSION}: a newer megalite reads it"
-        require_rule(type(version) is int and version in (VERSION, _CODED_VERSION), rule)
+        rule = f"has format version {version!r:.20}, not 1, 2 or 3: a newer megalite reads it"
+        require_rule(type(version) is int and version in _VERSIONS, rule)
         step = integer(content["step"], "step", high=MAX_COUNT)
         share = part or Part()
         files = tuple(parse_file(f, i % share.world == share.rank) for i, f in enumerate(content["files"]))
         require_rule(len({f.name for f in files}) == len(files), "lists a file twice")
         is_coded = any(f.plain is not None for f in files)
-        require_rule(
-            is_coded == (version == _CODED_VERSION), f"has format version {version}, and coded shards: {is_coded}"
-        )
+        require_rule(is_coded == (version != VERSION), f"has format version {version}, and coded shards: {is_coded}")
         tensors, in_shards = _parse_tensors(content["tensors"], files, share)
         _check_shards(files, in_shards)
         manifest = cls(
@@ -326,11 +336,25 @@ class Manifest:
             check_meta(content["meta"], step),
             files,
             tensors,
+            base=_parse_base(content, version),
         )
         if part is None:
             return manifest
         names = {kind: zlib.compress("\n".join(entries).encode()) for kind, entries in content["tensors"].items()}
         return replace(manifest, all_names=names, in_shards=in_shards)
+
+
+def _parse_base(content: Mapping[str, Any], version: int) -> tuple[str, str] | None:
+    require_rule(("base" in content) == (version == _DIFFERENCE_VERSION), "names a base, and is no difference, or none")
+    if version != _DIFFERENCE_VERSION:
+        return None
+    name, sha256 = content["base"]["name"], content["base"]["manifest"]
+    ok = isinstance(name, str) and bool(_SNAPSHOT.fullmatch(name))
+    require_rule(ok, f"base {name!r:.80} is not the name of a snapshot of weights")
+    ok = isinstance(sha256, str) and bool(re.fullmatch("[0-9a-f]{64}", sha256))
+    require_rule(ok, f"base: {sha256!r:.80} is not a SHA-256")
+    require_rule(set(content["tensors"]) == {"model"}, "is a difference, and holds more than weights")
+    return name, sha256
 
 
 def box_key(kind: str, name: str, offset: Sequence[int]) -> str:

@@ -15,7 +15,8 @@ import torch
 
 from megalite.core.base.dtypes import STORED
 from megalite.core.base.slices import Slice, box_index, contiguous_runs
-from megalite.runtime.checkpoint.coded import CodedShard
+from megalite.runtime.checkpoint.base import Base, base_folder, boxes_of_header
+from megalite.runtime.checkpoint.coded import BaseBytes, CodedShard
 from megalite.runtime.checkpoint.local_copies import SOURCE, bring
 from megalite.runtime.checkpoint.manifest import Manifest, TensorEntry, block_shares, box_key
 from megalite.runtime.checkpoint.safetensors_io import (
@@ -105,6 +106,7 @@ class ShardReader:
     _open: OrderedDict[int, int] = field(default_factory=OrderedDict)
     _coded: dict[int, CodedShard] = field(default_factory=dict)
     _staging: StagingBuffer = field(default_factory=StagingBuffer)
+    _base: Base | None = None
 
     def descriptor(self, number: int) -> int:
         """Return the file descriptor of shard `number`, open at least until the next call; check its size.
@@ -130,8 +132,23 @@ class ShardReader:
         """Return what reads shard `number` if it is coded, to be used until the next shard is opened."""
         entry, fd = self.manifest.files[number], self.descriptor(number)
         if entry.plain is not None and number not in self._coded:
-            self._coded[number] = CodedShard(self.path / entry.name, entry, fd)
+            self._coded[number] = CodedShard(self.path / entry.name, entry, fd, self._base_of(number, fd))
         return self._coded.get(number)
+
+    def base(self) -> Base | None:
+        """Return the base of a difference, None for a whole checkpoint; raises `BadCheckpoint` if it is missing."""
+        if self._base is None and self.manifest.base is not None:
+            self._base = Base.at(base_folder(self.path, self.manifest.base))
+        return self._base
+
+    def _base_of(self, number: int, fd: int) -> BaseBytes | None:
+        """Return what reads the base's bytes for a shard."""
+        if (base := self.base()) is None:
+            return None
+        entry = self.manifest.files[number]
+        data = bytearray(entry.header)
+        read_exactly(fd, memoryview(data), 0, self.path / entry.name)
+        return partial(base.bytes_at, boxes_of_header(self.path / entry.name, data))
 
     def stored(self, number: int, begin: int, end: int) -> list[range]:
         """Return the parts of shard `number` that a reader of its bytes `begin` to `end` (plain ones) depends on."""
@@ -160,6 +177,12 @@ class ShardReader:
             if 0 in blocks:
                 headers.append(number)
         self.check_headers(headers)
+        if (base := self.base()) is not None:
+            whole = ShardReader(base.path, base.manifest, self.stats)
+            try:
+                whole.verify(rank, world)
+            finally:
+                whole.close()
 
     def verify_block(self, number: int, block: int, buffer: bytearray) -> None:
         """Check a block of a shard, read into `buffer`; raises as `verify`."""
@@ -220,3 +243,6 @@ class ShardReader:
             os.close(fd)
         self._open.clear()
         self._coded.clear()
+        if self._base is not None:
+            self._base.close()
+            self._base = None

@@ -46,6 +46,7 @@ class _Save:
         step: optimizer steps done.
         temporary: folder in which it is written.
         started: `time.perf_counter` at its beginning.
+        base: name of the snapshot that it is a difference of; "": it is whole.
         stalled: seconds that training waited.
         reported: whether `poll` has reported the writer's answer.
     """
@@ -54,6 +55,7 @@ class _Save:
     step: int
     temporary: Path
     started: float
+    base: str = ""
     stalled: float = 0.0
     reported: bool = False
 
@@ -70,6 +72,7 @@ class Checkpointer:
         scratch: folder for an unnamed file that holds the snapshot of a save; None: host memory.
         mirror: where checkpoints are uploaded; None: nowhere.
         code: how shards are coded (`coded`); "none": plain safetensors files.
+        delta: every so many snapshots of weights one is whole, the others are differences of it; 0: all are whole.
 
     Attributes:
         on_commit: called on rank 0 for each checkpoint that is there to stay: step, checkpoint (its path), bytes (of
@@ -89,14 +92,18 @@ class Checkpointer:
         scratch: Path | None = None,
         mirror: Mirror | None = None,
         code: Literal["none", "planes-zstd"] = "none",
+        delta: int = 0,
     ) -> None:
         self.root = Path(root)
         self.ctx = ctx
         self.on_error = on_error
         self.mirror = mirror
-        self._code = code
+        self._code, self._delta = code, delta
+        # The last whole snapshot of this process, and the number of differences that refer to it.
+        self._whole, self._differences = "", 0
         self.on_commit: Callable[..., None] = lambda **saved: None
         agree(ctx, lambda: zstd(f"--save-code {code}") if code != "none" else None)
+        agree(ctx, lambda: zstd(f"--save-model-delta {delta}") if delta else None)
         self.run_id = run_id or secrets.token_hex(8)
         self._claim = Claim(self.root, self.run_id, keep or Keep(), mirror)
         agree(ctx, self._claim.acquire if ctx.rank == 0 else lambda: None)
@@ -174,9 +181,9 @@ class Checkpointer:
         begun = self._begin(name, boxes)
         if begun is None:
             return None
-        save_id, _, hold = begun.partition(" ")
-        save = _Save(name, step, self._temporary(name, save_id), started)
-        self._writer.start_job(self._make_job(save, save_id, step, meta, bool(hold)), boxes)
+        save_id, hold, base = begun.split(" ")
+        save = _Save(name, step, self._temporary(name, save_id), started, base)
+        self._writer.start_job(self._make_job(save, save_id, step, meta, hold == "hold"), boxes)
         save.stalled = time.perf_counter() - started
         self._current = save
         return self.root / name if background or self.finish() else None
@@ -185,8 +192,8 @@ class Checkpointer:
         """Take the snapshot on every rank, and make the folder on rank 0.
 
         Returns:
-            The save's random ID, by which all ranks recognize its files, and " hold" during an earlier upload; None
-            if that failed and `on_error` is "warn".
+            The save's random ID, by which all ranks recognize its files, "hold" during an earlier upload, and the base
+            of a difference, separated by spaces; None if that failed and `on_error` is "warn".
 
         Raises:
             SaveError: it failed; state is not finite; another job has taken the run directory.
@@ -222,7 +229,9 @@ class Checkpointer:
                 temporary.mkdir()
         except OSError as e:
             return "failed", f"rank {rank}: " + (f"{temporary}: {e.strerror}" if e.strerror else str(e))
-        return "ok", save_id + " hold" * (self.mirror is not None and self.mirror.is_busy)
+        hold = "hold" * (self.mirror is not None and self.mirror.is_busy)
+        base = self._whole * (name.startswith("model_") and self._differences < self._delta - 1)
+        return "ok", f"{save_id} {hold} {base}"
 
     def _make_job(self, save: _Save, save_id: str, step: int, meta: dict[str, Any], hold: bool) -> dict[str, Any]:
         """Describe the job of this rank's writer; the writer of rank 0 also commits."""
@@ -234,7 +243,8 @@ class Checkpointer:
             "save_id": save_id,
             "rank": self.ctx.rank,
             "world": self.ctx.world.size,
-            "code": self._code,
+            "code": "planes-zstd" if self._delta and save.name == model_name(step) else self._code,
+            "base": save.base,
             "remote": self._claim.at_upload(store_name(save.name, save_id), hold),
         }
         if self.ctx.rank == 0:
@@ -299,6 +309,9 @@ class Checkpointer:
                 save.stalled += time.perf_counter() - begun
                 self._log_commit(save)
             self._claim.add(save.name)
+            if save.name == model_name(save.step):
+                self._whole = save.base or save.name
+                self._differences = self._differences + 1 if save.base else 0
             return True
         self._claim.failed()
         if rank0:

@@ -27,11 +27,12 @@ from typing import Any
 from megalite.runtime.base.child import readable, writable
 from megalite.runtime.base.collector import without_collector
 from megalite.runtime.base.waits import on_wait
+from megalite.runtime.checkpoint.base import Base
 from megalite.runtime.checkpoint.coded import encode
 from megalite.runtime.checkpoint.fragments import SavedBox, assemble, fragment_name, fragment_text, wait_for_fragments
 from megalite.runtime.checkpoint.manifest import FileEntry, box_key, committable
 from megalite.runtime.checkpoint.pruning import Keep
-from megalite.runtime.checkpoint.safetensors_io import ITEM_SIZE, make_header
+from megalite.runtime.checkpoint.safetensors_io import ITEM_SIZE, BadCheckpoint, make_header
 from megalite.runtime.checkpoint.upload import Part, Uploader
 from megalite.runtime.places.disk import write_file
 from megalite.runtime.places.folder_place import FolderPlace
@@ -175,7 +176,9 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
     data = memoryview(buffer)[: job["num_bytes"]] if buffer is not None else memoryview(b"")
     items = [(begins[key] - len(header), ITEM_SIZE[b.dtype]) for key, b in zip(keys, boxes)]
     coded = job["code"] != "none"
-    body: Iterable[bytes | memoryview] = encode(data, items) if coded else [data]
+    base = _open_base(job)
+    of_base = partial(base.bytes_at, [(at, box) for (at, _), box in zip(items, boxes)]) if base is not None else None
+    body: Iterable[bytes | memoryview] = encode(data, items, of_base) if coded else [data]
     plain = len(header) + len(data) if coded else None
     path = temporary / f"{stem}.{'coded' if coded else 'safetensors'}"
     if not _has_all_parts(job):
@@ -187,10 +190,13 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
         raise
     finally:
         data.release()
+        if base is not None:
+            base.close()
     fragment = {
         "save_id": job["save_id"],
         "file": FileEntry(path.name, size, len(header), tuple(crcs), plain).to_json(),
         "boxes": [b._replace(box=replace(b.box, at=begins[key])).to_json() for key, b in zip(keys, boxes)],
+        "base": [base.path.name, base.sha256] if base is not None else None,
     }
     if not _has_all_parts(job):
         # All that a later process needs to upload it, if this one cannot.
@@ -204,6 +210,14 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
         part.close()
         raise
     return part
+
+
+def _open_base(job: dict[str, Any]) -> Base | None:
+    """Open the base of a difference; None: the save is whole, or its base is gone, and it becomes whole."""
+    try:
+        return Base.at(Path(job["root"]) / job["base"]) if job.get("base") else None
+    except BadCheckpoint:
+        return None
 
 
 def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:

@@ -89,6 +89,9 @@ class RunConfig:
     """A loss above this multiple of the median of the last 32 losses is a spike."""
     save_model_every: int = 0
     """Steps between saves of the weights alone, as bf16; 0: never."""
+    save_model_delta: int = 0
+    """With --save-model-every: of so many such saves the first is whole, the others are differences of it, without loss
+    (docs/checkpoints.md). Needs the package zstandard. 0: all are whole."""
     eval_every: int = 0
     """Steps between evaluations; 0: only at the end."""
     eval_steps: int = 10
@@ -123,8 +126,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         from_0 = (
-            "save_every save_model_every eval_every eval_steps eval_limit max_recoveries spare_ranks min_ranks "
-            "max_minutes exit_interval keep_best"
+            "save_every save_model_every save_model_delta eval_every eval_steps eval_limit max_recoveries spare_ranks "
+            "min_ranks max_minutes exit_interval keep_best"
         )
         in_range(self, from_0, 0, 10**10)
         in_range(self, "log_every recover_every", 1, 10**10)
@@ -162,6 +165,10 @@ class RunConfig:
         require(self.min_ranks == 0 or self.elastic, given, rule, "use --elastic, or drop it")
         given, rule = f"--grow-after {self.grow_after:g}", "applies to runs whose number of ranks may grow"
         require(self.grow_after == RunConfig.grow_after or self.elastic, given, rule, "use --elastic, or drop it")
+        given, rule = f"--save-model-delta {self.save_model_delta}", "applies to the saves of --save-model-every"
+        require(not self.save_model_delta or self.save_model_every > 0, given, rule, "give that too, or drop it")
+        rule = "refers to checkpoints of a local folder"
+        require(not self.save_model_delta or not is_url(self.run_dir), given, rule, "give a directory, or drop it")
         check_url("--init-from-hf", str(self.init_from_hf))
         check_local("--calibration", self.calibration)
         for file in self.eval_tasks:

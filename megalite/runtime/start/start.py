@@ -176,7 +176,9 @@ def _make_checkpointer(cfg: Config, run_dir: Path, ctx: ParallelContext, run_id:
     run, place = cfg.run, Mirror.of(cfg.run.run_dir, run_dir, cfg.run.upload_patience)
     scratch = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
     folder = run_dir / "checkpoints"
-    return Checkpointer(folder, ctx, run_id, Keep.of(run), run.save_errors, scratch, place, run.save_code)
+    return Checkpointer(
+        folder, ctx, run_id, Keep.of(run), run.save_errors, scratch, place, run.save_code, run.save_model_delta
+    )
 
 
 def _hashes(datasets: Datasets, ctx: ParallelContext, tokenizer: Tokenizer | None) -> dict[str, Any]:

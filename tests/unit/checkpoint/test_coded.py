@@ -206,7 +206,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any], bytearray], None], str]] = {
     "code": (lambda c, d: c["files"][0].update(code="lz4"), "code 'lz4' is not planes-zstd"),
     "no code": (lambda c, d: c["files"][0].pop("code"), "an entry is missing"),
     "old version": (lambda c, d: c.update(version=1), "has format version 1, and coded shards: True"),
-    "version": (lambda c, d: c.update(version=3), "has format version 3, not 1 or 2: a newer megalite reads it"),
+    "version": (lambda c, d: c.update(version=4), "has format version 4, not 1, 2 or 3: a newer megalite reads it"),
 }
 
 

@@ -1,0 +1,235 @@
+"""Snapshots of weights as differences: the bits of whole ones, in any layout; a base that is not there is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megalite
+from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.sharding import ParamSpec, StateTensor
+from megalite.extras.convert.hf import export_hf
+from megalite.extras.view.checkpoint import describe
+from megalite.runtime.checkpoint.load import load_checkpoint
+from megalite.runtime.checkpoint.manifest import commit_text, read_manifest
+from megalite.runtime.checkpoint.save import Checkpointer
+from tests.faults import checkpoint_states as cs
+from tests.workers import WorkerPool
+
+OPTIONS: dict[str, Any] = {
+    "preset": "tiny",
+    "mock_data": True,
+    "seq_len": 8,
+    "micro_batch_size": 1,
+    "global_batch_size": 2,
+    "num_layers": 2,
+    "eval_steps": 0,
+    "train_steps": 3,
+}
+CTX = ParallelContext.single()
+# The writer has its job, and dies with the process.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.checkpoint import test_differences as t
+checkpointer = t.Checkpointer(Path(sys.argv[1]), t.CTX, "run", delta=5)
+checkpointer._whole = "model_00000001"
+os.kill(checkpointer._writer.process.pid, signal.SIGSTOP)
+checkpointer.save_model(3, t.weights(3), {"step": 3}, background=True)
+os.kill(checkpointer._writer.process.pid, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+SPECS = [
+    *cs.SPECS,
+    ParamSpec("layers.1.rows", (1024, 700), sharded_dims=(("tp", 0),)),
+    ParamSpec("layers.1.columns", (700, 1024), sharded_dims=(("tp", 1),)),
+    ParamSpec("odd.weight", (101, 7)),
+]
+
+
+def weights(step: int, rank: int = 0, tp: int = 1) -> list[StateTensor]:
+    """Weights that a step changes a little, the same in every layout."""
+    states = cs.states_at(0, rank, tp, SPECS)
+    for state in states:
+        noise = (state.flat * 2).long().mul_(2654435761).remainder_(2**24)
+        state.flat.copy_(noise * 2.0**-24 * (1 + step * 2**-13))
+        state.flat[noise % 97 == 0] = -0.0
+        state.flat[noise % 97 == 1] = 1e-42
+    return states
+
+
+def save(root: Path, steps: list[int], delta: int, ctx: ParallelContext = CTX, rank: int = 0, tp: int = 1) -> None:
+    checkpointer = Checkpointer(root, ctx, "run", delta=delta)
+    for step in steps:
+        checkpointer.save_model(step, weights(step, rank, tp), {"step": step})
+    checkpointer.close()
+
+
+def save_on(rank: int, world: int, root: str, steps: list[int], delta: int) -> None:
+    save(Path(root), steps, delta, cs.context(world), rank, world)
+
+
+def loaded(path: Path, rank: int = 0, tp: int = 1) -> bytes:
+    states = [s for s in cs.states_at(-1, rank, tp, SPECS) if s.role == "master"]
+    load_checkpoint(path, states, CTX)
+    return b"".join(state.flat.numpy().tobytes() for state in states)
+
+
+def assert_refused(path: Path, *words: str) -> None:
+    for read in (loaded, lambda path: describe(path, verify=True)):
+        with pytest.raises(UserError) as error:
+            read(path)
+        assert all(word in str(error.value) for word in words), str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    save(root / "whole", [1, 2, 3, 4], 0)
+    save(root / "delta", [1, 2, 3, 4], 3)
+    return root
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved / "delta", tmp_path / "copy")
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change entries of a manifest, and commit it."""
+    content = json.loads((folder / "manifest.json").read_bytes()) | changes
+    data = json.dumps(content).encode()
+    (folder / "manifest.json").write_bytes(data)
+    (folder / "COMMIT").write_bytes(commit_text(data))
+
+
+def named(folder: Path) -> dict[str, str]:
+    return {"name": folder.name, "manifest": (folder / "COMMIT").read_text().strip()}
+
+
+def test_differences_refer_to_the_last_whole_one_and_have_its_bits(saved: Path) -> None:
+    names = [f"model_{step:08d}" for step in (1, 2, 3, 4)]
+    bases = [read_manifest(saved / "delta" / name).base for name in names]
+    assert [base and base[0] for base in bases] == [None, names[0], names[0], None]
+    for name in names:
+        assert loaded(saved / "delta" / name) == loaded(saved / "whole" / name)
+    sizes = [sum(f.stat().st_size for f in (saved / "delta" / name).glob("*.coded")) for name in names]
+    assert sizes[1] < sizes[0] / 2
+    content = json.loads((saved / "delta" / names[1] / "manifest.json").read_bytes())
+    assert content["version"] == 3, "which earlier versions refuse"
+    text = "\n".join(describe(saved / "delta" / names[1], verify=True))
+    assert f"difference of {names[0]}" in text
+    assert "all checksums are correct" in text
+
+
+@pytest.mark.parametrize(("base_by", "saved_by", "loaded_by"), [(2, 1, 2), (1, 2, 1)])
+def test_base_and_difference_of_other_layouts(
+    pool: WorkerPool, tmp_path: Path, base_by: int, saved_by: int, loaded_by: int
+) -> None:
+    """The base named by a difference has another layout than what the difference is encoded from."""
+    pool.run(base_by, save_on, base_by, str(tmp_path / "run"), [1], 3)
+    pool.run(saved_by, save_from, saved_by, str(tmp_path / "run"), "model_00000001")
+    save(tmp_path / "whole", [2], 0)
+    assert read_manifest(tmp_path / "run" / "model_00000002").base is not None
+    for rank in range(loaded_by):
+        found = [loaded(tmp_path / root / "model_00000002", rank, loaded_by) for root in ("run", "whole")]
+        assert found[0] == found[1]
+
+
+def save_from(rank: int, world: int, root: str, base: str) -> None:
+    checkpointer = Checkpointer(root, cs.context(world), "run", delta=3)
+    checkpointer._whole = base
+    checkpointer.save_model(2, weights(2, rank, world), {"step": 2})
+    checkpointer.close()
+
+
+def test_a_base_that_is_not_there_is_named(copy: Path) -> None:
+    difference, base = copy / "model_00000002", copy / "model_00000001"
+    alone = shutil.copytree(difference, copy / "alone" / difference.name)
+    assert_refused(alone, "model_00000001", "is missing")
+    base.rename(copy / "aside_1_model_00000001")
+    assert loaded(difference), "a base that was set aside is still found"
+    shutil.copytree(copy / "model_00000004", base)
+    assert loaded(difference)
+    shutil.rmtree(copy / "aside_1_model_00000001")
+    assert_refused(difference, "model_00000001", "is another than the one saved")
+
+
+def test_damage_of_base_and_difference(copy: Path) -> None:
+    for damaged in ("model_00000001", "model_00000002"):
+        shard = copy / damaged / "rank_00000.coded"
+        whole = shard.read_bytes()
+        shard.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
+        assert_refused(copy / "model_00000002", damaged, "CRC32")
+        shard.write_bytes(whole)
+    assert loaded(copy / "model_00000002")
+
+
+def test_hostile_bases(copy: Path) -> None:
+    first, second, third = (copy / f"model_{step:08d}" for step in (1, 2, 3))
+    rewrite(third, base=named(second))
+    assert_refused(third, "model_00000002", "is a difference itself")
+    # Hashes cannot form a cycle; a name alone is refused by the hash.
+    rewrite(third, base={**named(third)})
+    assert_refused(third, "model_00000003", "is another than the one saved")
+    escaping, short = {"name": "../x", "manifest": "0" * 64}, {"name": first.name, "manifest": "x"}
+    for base in (escaping, short, {"name": first.name}, 7):
+        rewrite(third, base=base)
+        assert_refused(third, "manifest.json")
+    rewrite(third, base=named(first), version=2)
+    assert_refused(third, "names a base")
+    rewrite(third, base=named(copy / "model_00000004"), version=3)
+    assert_refused(third, "do not decode")
+
+
+def test_a_base_that_vanishes_makes_the_next_snapshot_whole(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, CTX, "run", delta=5)
+    checkpointer.save_model(1, weights(1), {"step": 1})
+    shutil.rmtree(tmp_path / "model_00000001")
+    path = checkpointer.save_model(2, weights(2), {"step": 2})
+    checkpointer.close()
+    assert path is not None
+    assert read_manifest(path).base is None
+    assert loaded(path)
+
+
+def test_a_run_killed_while_it_writes_a_difference_leaves_the_earlier_ones(tmp_path: Path) -> None:
+    save(tmp_path, [1, 2], 5)
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
+    assert child.wait(300) == -signal.SIGKILL
+    assert sorted(p.name for p in tmp_path.glob("model_*")) == ["model_00000001", "model_00000002"]
+    save(tmp_path, [3, 4], 5)
+    base = read_manifest(tmp_path / "model_00000004").base
+    assert base is not None
+    assert base[0] == "model_00000003", "a new process begins with a whole one"
+    assert not list(tmp_path.glob(".tmp_*"))
+    for step in (1, 2, 3, 4):
+        assert loaded(tmp_path / f"model_{step:08d}")
+
+
+def test_a_difference_is_exported_as_a_whole_one(tmp_path: Path) -> None:
+    for delta in (0, 3):
+        given = {**OPTIONS, "run_dir": str(tmp_path / f"run{delta}"), "save_model_every": 1, "save_model_delta": delta}
+        with megalite.start(megalite.configure(**given)) as run:
+            for _ in megalite.steps(run):
+                pass
+        path = tmp_path / f"run{delta}" / "checkpoints" / "model_00000002"
+        assert (read_manifest(path).base is not None) == bool(delta)
+        export_hf(path, tmp_path / f"hf{delta}")
+    exports = [(tmp_path / f"hf{delta}" / "model.safetensors").read_bytes() for delta in (0, 3)]
+    assert exports[0] == exports[1]
+
+
+@pytest.mark.parametrize("given", [{"save_model_delta": 3}, {"run_dir": "s3://bucket/run", "save_model_every": 1}])
+def test_options_that_do_not_go_together(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="--save-model-delta 3"):
+        megalite.configure(**{**OPTIONS, "run_dir": "runs/x", "save_model_delta": 3, **given})
