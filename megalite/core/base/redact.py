@@ -13,7 +13,6 @@ import os
 import re
 import sys
 import threading
-import traceback
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -62,6 +61,8 @@ def mask_tracebacks() -> None:
     """Let Python print errors that nobody catches, in threads too, without credentials."""
 
     def print_error(*error: Any) -> None:
+        import traceback  # here: commands that end well start without it
+
         sys.stderr.write(mask("".join(traceback.format_exception(*error))))
 
     def print_error_of_thread(args: threading.ExceptHookArgs) -> None:

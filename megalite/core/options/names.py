@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -91,5 +90,7 @@ def dashed(name: str) -> str:
 
 def suggest(word: str, known: Iterable[str], dashes: str = "", otherwise: str = "see --help") -> str:
     """Return the remedy for a word that is not among those known."""
+    import difflib  # here: most commands have no misspelled word
+
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"did you mean {dashes}{close[0]}?" if close else otherwise
