@@ -340,7 +340,8 @@ def wrote(rank: int, folder: str, parallel: dict[str, Any]) -> list[str]:
     """The texts that a run writes after a step, on rank 0."""
     from megalite.extras.tasks.in_loop import open_tasks
 
-    options = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 48}
+    options: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
+    options["ffn_hidden_size"] = 48
     options |= {"seq_len": SEQ, "data": f"{folder}/a", "split": "1,0,0", "tokenizer": "bytes", "device": "cpu"}
     options |= {"train_steps": 3, "lr": 2e-2, "global_batch_size": 4, "micro_batch_size": 1, "eval_steps": 0}
     name = "_".join(parallel) or "alone"

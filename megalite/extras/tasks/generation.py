@@ -18,7 +18,6 @@ from megalite.core.base.errors import require
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.scoring import Scores
-from megalite.runtime.data.scored import Document
 from megalite.runtime.data.tokenizer import Tokenizer
 
 MATCH_OPTIONS = ("ignore_case", "ignore_punctuation", "ignore_numbers", "regexes_to_ignore")
@@ -130,7 +129,7 @@ def write_texts(
     requests: Sequence[Request],
     tokenizer: Tokenizer | None,
     ctx: ParallelContext,
-    score: Callable[[list[Document]], Scores | None],
+    score: Callable[[list[tuple[list[int], int]]], Scores | None],
 ) -> list[str] | None:
     """Continue contexts greedily; every rank calls it.
 

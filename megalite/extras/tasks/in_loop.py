@@ -127,9 +127,7 @@ class EvalTasks:
         )
         if self.requests:
             new = sum(request.most for request in self.requests)
-            logger.info(
-                f"--eval-tasks: {len(self.requests):,} texts of {new:,} new tokens at most; each takes a pass over its text"
-            )
+            logger.info(f"--eval-tasks: {len(self.requests):,} texts of {new:,} new tokens at most, a pass for each")
 
 
 def open_tasks(cfg: Config, ctx: ParallelContext, companion: Companion = NOBODY) -> EvalTasks | None:
