@@ -37,10 +37,12 @@ class Scores:
     Attributes:
         logprobs: fp64 [D], sum of the natural log-probabilities of a document's scored tokens.
         is_greedy: bool [D], whether each of them was the likeliest, the lowest id among equals.
+        likeliest: int64 [D], of documents with one scored token: the id that is likeliest in its place.
     """
 
     logprobs: npt.NDArray[np.float64]
     is_greedy: npt.NDArray[np.bool_]
+    likeliest: npt.NDArray[np.int64]
 
 
 def rows_of_rank(forward: Forward, rows: Sequence[list[int]], size: int) -> list[list[int]]:
@@ -81,7 +83,7 @@ def score_rows(
         The scores; None if the scoring was ended.
     """
     ctx, most = forward.ctx, forward.schedule.num_microbatches
-    sums = torch.zeros(2, documents, dtype=torch.float64, device=ctx.device)
+    sums = torch.zeros(3, documents, dtype=torch.float64, device=ctx.device)
     per_program = most * size
     for first in range(0, len(rows), per_program):
         ended = torch.tensor([not go_on()], dtype=torch.int32, device=ctx.device)
@@ -95,10 +97,10 @@ def score_rows(
             if forward.owns_losses:
                 owner_SB = of_batches[found.microbatch]
                 held = torch.cat([owner_SB[run.start : run.stop] for run in batch.positions.runs])
-                sums += sums_of_documents(held[held >= 0].to(ctx.device), found.values_2N, documents)
+                sums += sums_of_documents(held[held >= 0].to(ctx.device), found.values_3N, documents)
     collectives.all_reduce(sums, ctx.world).wait()
-    logprobs, misses = sums.cpu().numpy()
-    return Scores(logprobs, misses == 0)
+    logprobs, misses, likeliest_ids = sums.cpu().numpy()
+    return Scores(logprobs, misses == 0, likeliest_ids.astype(np.int64))
 
 
 def sums_of_documents(owner_N: torch.Tensor, values_KN: torch.Tensor, documents: int) -> torch.Tensor:
@@ -113,11 +115,11 @@ class Scored:
 
     Attributes:
         microbatch: index of the micro-batch.
-        values_2N: fp64, log-probabilities, and 1 where another token was likelier.
+        values_3N: fp64, log-probabilities, 1 where another token was likelier, and the likeliest token's id.
     """
 
     microbatch: int
-    values_2N: torch.Tensor
+    values_3N: torch.Tensor
 
 
 def run_forward(forward: Forward, batches: Sequence[MicroBatch]) -> list[Scored]:
@@ -158,13 +160,15 @@ def _score(head: LMHead, found: list[Scored], x: torch.Tensor, batch: MicroBatch
     output = LinearCrossEntropy(
         head.ops, head.weight, target_N, first, real, chunk, softcap=head.softcap, bias_V=head.bias
     )
-    misses_N = torch.zeros(len(target_N), dtype=torch.float64, device=x.device)
+    best_N = torch.zeros_like(target_N)
 
     def compare(rows: slice, _: torch.Tensor, logits_NV: torch.Tensor, __: torch.Tensor) -> None:
-        misses_N[rows] = (likeliest(logits_NV, head.tp, head.vocab_size) != target_N[rows]).double()
+        best_N[rows] = likeliest(logits_NV, head.tp, head.vocab_size)
 
     loss_N = output.losses(x_NH, lambda stats: _gathered(stats, head.tp), compare)
-    found.append(Scored(fwd.microbatch, torch.stack((-loss_N.double(), misses_N))))
+    found.append(
+        Scored(fwd.microbatch, torch.stack((-loss_N.double(), (best_N != target_N).double(), best_N.double())))
+    )
     return loss_N
 
 

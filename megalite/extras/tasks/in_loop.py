@@ -16,9 +16,10 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.agree import agree, check_equal
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.scoring import Scores, rows_of_rank, score_rows
+from megalite.extras.tasks.generation import Request, write_texts
 from megalite.extras.tasks.read import Task, read_task
 from megalite.runtime.data.scored import pack_scored, scored_rows
-from megalite.runtime.data.tokenizer import load_tokenizer
+from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.runtime.loop.run import Run
 from megalite.runtime.options.run import Config
 from megalite.runtime.places.downloads import bring_tree
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Asked:
-    """A task as it is scored: its questions, and for each pair of a question the numbers of its documents."""
+    """A task as it is scored: its questions, for each pair of a question the numbers of its documents, and
+    of generation the number of each question's request."""
 
     task: Task
     questions: list[Question]
     parts: list[list[list[int]]] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -46,21 +49,26 @@ class EvalTasks:
         asked: the tasks; on rank 0 only.
         documents: what is scored, the same on every rank.
         packs: numbers of the documents of each row.
+        requests: what is to be continued, the same on every rank.
+        tokenizer: reads what is written; on rank 0 only.
     """
 
     asked: list[_Asked]
     documents: list[Document]
     packs: list[list[int]] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    tokenizer: Tokenizer | None = None
 
     def __call__(self, run: Run) -> None:
         started = time.perf_counter()
         scores = self.score(run)
-        if scores is None:
+        texts = self.write(run) if scores is not None else None
+        if scores is None or texts is None:
             logger.info("a rank was asked to stop: --eval-tasks ends without figures")
             return
         if run.engine.ctx.rank != 0:
             return
-        figures = self.metrics(scores)
+        figures = self.metrics(scores, texts)
         seconds = time.perf_counter() - started
         run.metrics.event("eval_tasks", step=run.step, **figures, seconds=seconds)
         shown = " | ".join(f"{name} {value:.4f}" for name, value in figures.items() if not name.endswith("_stderr"))
@@ -68,6 +76,17 @@ class EvalTasks:
 
     def score(self, run: Run) -> Scores | None:
         """Score all documents with the weights as they are; None if a rank was asked to stop meanwhile."""
+        return self._score(run, self.documents, self.packs)
+
+    def write(self, run: Run) -> list[str] | None:
+        """Continue the contexts of all requests, in rank 0's answer; None if a rank was asked to stop meanwhile."""
+
+        def score(documents: list[Document]) -> Scores | None:
+            return self._score(run, documents, pack_scored(documents, run.engine.cfg.model.seq_len))
+
+        return write_texts(self.requests, self.tokenizer, run.engine.ctx, score)
+
+    def _score(self, run: Run, documents: list[Document], packs: list[list[int]]) -> Scores | None:
         engine = run.engine
         engine.optimizer.wait_weights()
         size, seq_len = engine.cfg.train.micro_batch_size, engine.cfg.model.seq_len
@@ -76,12 +95,12 @@ class EvalTasks:
             run.heartbeat.beat("evaluation of tasks", run.step, OWN)
             return not run.stop_asked
 
-        rows, owners = scored_rows(self.documents, rows_of_rank(engine, self.packs, size), seq_len)
-        return score_rows(engine, rows, owners, len(self.documents), size, go_on)
+        rows, owners = scored_rows(documents, rows_of_rank(engine, packs, size), seq_len)
+        return score_rows(engine, rows, owners, len(documents), size, go_on)
 
-    def metrics(self, scores: Scores) -> dict[str, float]:
+    def metrics(self, scores: Scores, texts: Sequence[str] = ()) -> dict[str, float]:
         """Return {task/metric: value}, on rank 0."""
-        from megalite.extras.tasks.requests import metrics_of
+        from megalite.extras.tasks.requests import mean_of, metrics_of
 
         out: dict[str, float] = {}
         for asked in self.asked:
@@ -89,7 +108,12 @@ class EvalTasks:
                 [(float(scores.logprobs[p].sum()), bool(scores.is_greedy[p].all())) for p in pairs]
                 for pairs in asked.parts
             ]
-            found = metrics_of(asked.task, asked.questions, answers)
+            if (how := asked.task.generation) is None:
+                found = metrics_of(asked.task, asked.questions, answers)
+            else:
+                pairs_of = zip(asked.written, asked.questions, strict=True)
+                rows = [{"exact_match": float(how.is_right(texts[i], q.target))} for i, q in pairs_of]
+                found = mean_of(asked.task, rows)
             out |= {f"{asked.task.name}/{name}": value for name, value in found.items()}
         return out
 
@@ -97,15 +121,21 @@ class EvalTasks:
         """Log before the first step what an evaluation takes."""
         cfg, tokens = run.engine.cfg, sum(len(ids) - 1 for ids, _ in self.documents)
         rows, every = len(self.packs), cfg.run.eval_every
-        when = "at the end"
-        if every:
+        when = f"every {every} step{'s' * (every > 1)}" if every else "at the end"
+        if self.documents:
             # A forward pass is a third of a step's work.
-            share = rows / (3 * cfg.train.global_batch_size * every)
-            when = f"every {every} step{'s' * (every > 1)}: about {share:.1%} on top of training"
-        logger.info(
-            f"--eval-tasks: {len(self.asked)} task{'s' * (len(self.asked) > 1)}, {len(self.documents):,} requests, "
-            f"{tokens:,} tokens in {rows:,} rows of {cfg.model.seq_len:,}, {when}"
-        )
+            share = f": about {rows / (3 * cfg.train.global_batch_size * every):.1%} on top of training" if every else ""
+            scored = sum(task.generation is None for task in (asked.task for asked in self.asked))
+            logger.info(
+                f"--eval-tasks: {scored} task{'s' * (scored > 1)}, {len(self.documents):,} requests, "
+                f"{tokens:,} tokens in {rows:,} rows of {cfg.model.seq_len:,}, {when}{share}"
+            )
+        if self.requests:
+            new = sum(request.most for request in self.requests)
+            logger.info(
+                f"--eval-tasks: {len(self.requests):,} texts to write, {new:,} new tokens at most, {when}: each token "
+                "takes a forward pass over its text"
+            )
 
 
 def open_tasks(cfg: Config, ctx: ParallelContext, companion: Companion = NOBODY) -> EvalTasks | None:
@@ -130,7 +160,10 @@ def open_tasks(cfg: Config, ctx: ParallelContext, companion: Companion = NOBODY)
             logger.warning(f"the tasks cannot be read any more ({e}): the run goes on without them")
         return None
     documents = _shared(prepared.documents, ctx)
-    return EvalTasks(prepared.asked, documents, pack_scored(documents, cfg.model.seq_len))
+    # A request is its context, and its number of new tokens.
+    requests = [Request(ids, most) for ids, most in _shared([(r.ids, r.most) for r in prepared.requests], ctx)]
+    packs = pack_scored(documents, cfg.model.seq_len) if documents else []
+    return EvalTasks(prepared.asked, documents, packs, prepared.requests or requests, prepared.tokenizer)
 
 
 def _prepare(cfg: Config) -> EvalTasks:
@@ -147,6 +180,7 @@ def _prepare(cfg: Config) -> EvalTasks:
     require(tokenizer.eos_id is not None, given, rule, "use a tokenizer that has one")
     asked: list[_Asked] = []
     documents: list[Document] = []
+    requests: list[Request] = []
     for file in files:
         task = read_task(file, cfg.run.eval_limit)
         rule = f"another file has a task of the name {task.name}"
@@ -154,12 +188,19 @@ def _prepare(cfg: Config) -> EvalTasks:
         asked.append(_Asked(task, questions(task)))
         for question in asked[-1].questions:
             asked[-1].parts.append([])
+            if (how := task.generation) is not None:
+                room = longest - how.most
+                rule = f"max_gen_toks {how.most} leaves no room for a context in {longest} tokens (--seq-len)"
+                require(room > 0, f"task {task.name}", rule, "set it lower, or leave the task out")
+                ids = tokenizer.encode(question.context)[-room:] or [int(tokenizer.eos_id or 0)]
+                asked[-1].written.append(len(requests))
+                requests.append(Request(ids, how.most, how.until))
             for parts in documents_of(question, tokenizer, longest, task.name):
                 asked[-1].parts[-1].append([*range(len(documents), len(documents) + len(parts))])
                 documents += parts
     rule = "none of its documents has a token to score"
-    require(bool(documents), given, rule, "use files with texts")
-    return EvalTasks(asked, documents)
+    require(bool(documents or requests), given, rule, "use files with texts")
+    return EvalTasks(asked, documents, [], requests, tokenizer)
 
 
 def _shared(documents: Sequence[Document], ctx: ParallelContext) -> list[Document]:

@@ -1,7 +1,8 @@
 """Read a task: a YAML file in lm-eval's form whose documents are in local JSON files.
 
-What such a file may say is what needs neither Python functions nor a download: multiple choice, log-likelihood and
-rolling log-likelihood, with texts from Jinja templates or fields. Meanings are those of lm-eval 0.4.13.
+What such a file may say is what needs neither Python functions nor a download: multiple choice, log-likelihood,
+rolling log-likelihood and greedy generation, with texts from Jinja templates or
+fields. Meanings are those of lm-eval 0.4.13.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from megalite.core.base.errors import UserError, describe, require
+from megalite.extras.tasks.generation import MATCH_OPTIONS, Generation, read_generation
 
 METRICS = {
     "multiple_choice": {
@@ -26,6 +28,7 @@ METRICS = {
         "exact_match": "mean",
     },
     "loglikelihood": {"perplexity": "perplexity", "acc": "mean"},
+    "generate_until": {"exact_match": "mean"},
     "loglikelihood_rolling": {
         "word_perplexity": "weighted_perplexity",
         "byte_perplexity": "weighted_perplexity",
@@ -39,8 +42,9 @@ _KEYS = {"task", "output_type", "metric_list", "dataset_path", "dataset_kwargs"}
 _KEYS |= {f"{name}_split" for name in ("test", "validation", "training", "fewshot")}
 _KEYS |= {"num_fewshot", "fewshot_config", "fewshot_delimiter", "target_delimiter", "description"}
 _KEYS |= {"doc_to_text", "doc_to_choice", "doc_to_target"}
+_OF_GENERATION = {"generation_kwargs", "filter_list"}
 # Of no effect here, or on figures that are not computed here.
-_IGNORED = {"tag", "group", "task_alias", "metadata", "generation_kwargs"}
+_IGNORED = {"tag", "group", "task_alias", "metadata"}
 _IGNORED |= {"should_decontaminate", "doc_to_decontamination_query"}
 _REMEDY = "leave it out, or evaluate the checkpoint with megalite lm-eval"
 
@@ -53,7 +57,7 @@ class Task:
 
     Attributes:
         name: its name.
-        kind: "multiple_choice", "loglikelihood" or "loglikelihood_rolling".
+        kind: "multiple_choice", "loglikelihood", "loglikelihood_rolling" or "generate_until".
         docs: the documents to evaluate.
         examples: those that few-shot examples are drawn from.
         metrics: names of its metrics.
@@ -61,6 +65,7 @@ class Task:
         description, target_delimiter, fewshot_delimiter, num_fewshot: of the file.
         first_examples: take the first few-shot examples, instead of drawing them.
         excludes_own: a document is not an example of itself.
+        generation: how texts are written and judged; of "generate_until" only.
     """
 
     name: str
@@ -77,6 +82,7 @@ class Task:
     num_fewshot: int = 0
     first_examples: bool = False
     excludes_own: bool = False
+    generation: Generation | None = None
 
 
 def read_task(file: str, limit: int) -> Task:
@@ -91,10 +97,12 @@ def read_task(file: str, limit: int) -> Task:
     """
     given = f"--eval-tasks {file}"
     content = _load(given, file)
-    unknown = [str(key) for key in content if key not in _KEYS | _IGNORED and content[key] not in (None, False)]
+    kind = content.get("output_type", "generate_until")
+    known = _KEYS | _IGNORED | {"generation_kwargs"} | (_OF_GENERATION if kind == "generate_until" else set())
+    known -= {"doc_to_choice"} if kind == "generate_until" else set()
+    unknown = [str(key) for key in content if key not in known and content[key] not in (None, False)]
     unknown = [key for key in unknown if key != "repeats" or content[key] != 1]
     require(not unknown, given, f"{', '.join(unknown)} is not supported in training", _REMEDY)
-    kind = content.get("output_type", "generate_until")
     rule = f"output_type {kind} is not among {', '.join(METRICS)}"
     require(isinstance(kind, str) and kind in METRICS, given, rule, _REMEDY)
     require(isinstance(content.get("task"), str), given, "has no name (task: NAME)", "give it one")
@@ -137,6 +145,7 @@ def read_task(file: str, limit: int) -> Task:
         shots,
         sampler == "first_n",
         excludes,
+        read_generation(given, content, between[1]) if kind == "generate_until" else None,
     )
 
 
@@ -201,7 +210,8 @@ def _metrics(given: str, kind: str, entries: Any) -> tuple[str, ...]:
         name, known = entry.get("metric"), METRICS[kind]
         rule = f"metric {name} is not among {', '.join(known)}, those of {kind} in training"
         require(isinstance(name, str) and name in known, given, rule, _REMEDY)
-        other = [k for k in entry if k not in ("metric", "aggregation", "higher_is_better")]
+        options = MATCH_OPTIONS if kind == "generate_until" else ()
+        other = [k for k in entry if k not in ("metric", "aggregation", "higher_is_better", *options)]
         wrong = other or entry.get("aggregation", known[name]) != known[name]
         rule = f"metric {name} is made by aggregation: {known[name]} without further keys"
         require(not wrong, given, rule, _REMEDY)

@@ -46,11 +46,14 @@ class Question:
         pairs: (context, continuation) of each log-likelihood; a whole text has the context None.
         gold: numbers of the right choices.
         sizes: characters and UTF-8 bytes of each choice; words and bytes of a whole text.
+        context, target: of generation, what is continued and the right answer.
     """
 
     pairs: list[tuple[str | None, str]]
     gold: tuple[int, ...] = ()
     sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    context: str = ""
+    target: str = ""
 
 
 def questions(task: Task) -> list[Question]:
@@ -68,6 +71,7 @@ def questions(task: Task) -> list[Question]:
             for context, text in out[-1].pairs:
                 # A half of a surrogate pair, which JSON can hold, has no bytes for a tokenizer.
                 f"{context}{text}".encode()
+            f"{out[-1].context}{out[-1].target}".encode()
         except _FAILURES as e:
             rule = f"doc_to_text, doc_to_choice or doc_to_target fails ({describe(e)})"
             raise UserError(given, rule, "correct the task's file or its data") from e
@@ -93,6 +97,11 @@ class _Writer:
         before, question = self._before(doc, drawn), self._question(doc)
         if task.kind == "loglikelihood":
             return Question([(before + _text(question), _text(self._field(doc, task.target, lists=True)))])
+        if task.kind == "generate_until":
+            target = self._field(doc, task.target, lists=True)
+            if target is None or isinstance(target, (list, dict)):
+                raise TypeError(f"the answer {target!r} is no text")
+            return Question([], context=before + _text(question), target=str(target))
         choices, target = self._choices(doc), self._field(doc, task.target, lists=True)
         if self._by_choice:
             # Each choice is a context of its own, and the answer is what follows.
@@ -256,6 +265,11 @@ def metrics_of(
         rows = [{"perplexity": pairs[0][0], "acc": float(pairs[0][1])} for pairs in answers]
     else:
         rows = [_judged(question, pairs) for question, pairs in zip(asked, answers, strict=True)]
+    return mean_of(task, rows)
+
+
+def mean_of(task: Task, rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Average metrics of documents, with standard errors."""
     out: dict[str, float] = {}
     for name in task.metrics:
         values = [row[name] for row in rows]

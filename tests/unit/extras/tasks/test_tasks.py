@@ -37,6 +37,7 @@ BODY: dict[str, Any] = {
     "doc_to_choice": "options",
     "doc_to_target": "answer",
 }
+WRITES: dict[str, Any] = {"output_type": "generate_until", "doc_to_choice": ...}
 
 
 def written(folder: Path, docs: list[dict[str, Any]] = DOCS, **changes: Any) -> str:
@@ -50,8 +51,10 @@ def written(folder: Path, docs: list[dict[str, Any]] = DOCS, **changes: Any) -> 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"output_type": "generate_until"}, "output_type generate_until is not among multiple_choice, loglikelihood"),
-        ({"output_type": ...}, "output_type generate_until is not among"),
+        ({"output_type": "generate_until"}, "doc_to_choice is not supported in training"),
+        ({**WRITES, "generation_kwargs": {"do_sample": True}}, "texts are greedy in training"),
+        ({**WRITES, "generation_kwargs": {"max_gen_toks": 0}}, "max_gen_toks 0 is no number from 1"),
+        ({**WRITES, "filter_list": [{"name": "x", "filter": [{"function": "map"}]}]}, "filters regex and take_first"),
         ({"dataset_path": "ai2_arc"}, "dataset_path must be json, with local files in dataset_kwargs.data_files"),
         ({"dataset_kwargs": {"data_files": 3}}, "dataset_kwargs must be data_files alone"),
         ({"dataset_kwargs": {"data_files": {"test": "no.jsonl"}}}, "its data file no.jsonl cannot be read"),
@@ -267,3 +270,21 @@ def test_metrics(tmp_path: Path) -> None:
     ends = read_task(written(tmp_path, **texts, output_type="loglikelihood", doc_to_target="label"), 2)
     found = metrics_of(ends, questions(ends), [[(-4.0, True)], [(-6.0, False)]])
     assert found == {"perplexity": pytest.approx(math.exp(5)), "acc": 0.5, "acc_stderr": pytest.approx(0.5)}
+
+
+def test_texts_are_filtered_and_judged(tmp_path: Path) -> None:
+    """lm-eval's regex filter takes the first group that is not empty, and exact_match drops before it compares."""
+    regex = {"function": "regex", "regex_pattern": r"(-?[0-9]+)|(none)", "group_select": -1}
+    metric = {"metric": "exact_match", "ignore_case": True, "ignore_punctuation": True, "regexes_to_ignore": [","]}
+    filters = [{"name": "last", "filter": [regex, {"function": "take_first"}]}]
+    judged = read_task(written(tmp_path, **WRITES, filter_list=filters, metric_list=[metric]), 0).generation
+    plain = read_task(written(tmp_path, **WRITES, metric_list=[metric]), 0).generation
+    assert judged is not None
+    assert plain is not None
+    assert (plain.until, plain.most) == (("\n\n",), 256)
+    assert judged.is_right("12 and then 7.", "7")
+    assert judged.is_right("it is none", "None")
+    assert judged.is_right("nothing", "[invalid]")
+    assert not judged.is_right("7 and then 12", "7")
+    assert plain.is_right("The Sea.", "the sea")
+    assert not plain.is_right(" the sea", "the sea")
