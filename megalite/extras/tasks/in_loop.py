@@ -124,11 +124,12 @@ class EvalTasks:
         when = f"every {every} step{'s' * (every > 1)}" if every else "at the end"
         if self.documents:
             # A forward pass is a third of a step's work.
-            share = f": about {rows / (3 * cfg.train.global_batch_size * every):.1%} on top of training" if every else ""
-            scored = sum(task.generation is None for task in (asked.task for asked in self.asked))
+            share = rows / (3 * cfg.train.global_batch_size * every) if every else 0
+            on_top = f": about {share:.1%} on top of training" if every else ""
+            scored = sum(asked.task.generation is None for asked in self.asked)
             logger.info(
                 f"--eval-tasks: {scored} task{'s' * (scored > 1)}, {len(self.documents):,} requests, "
-                f"{tokens:,} tokens in {rows:,} rows of {cfg.model.seq_len:,}, {when}{share}"
+                f"{tokens:,} tokens in {rows:,} rows of {cfg.model.seq_len:,}, {when}{on_top}"
             )
         if self.requests:
             new = sum(request.most for request in self.requests)
