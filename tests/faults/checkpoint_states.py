@@ -29,6 +29,16 @@ SPECS = [
     ParamSpec("layers.0.o_proj.weight", (16, 24), sharded_dims=(("tp", 1),)),
     ParamSpec("norm.weight", (16,)),
 ]
+RUN: dict[str, Any] = {
+    "preset": "tiny",
+    "mock_data": True,
+    "seq_len": 8,
+    "micro_batch_size": 1,
+    "global_batch_size": 2,
+    "num_layers": 2,
+    "eval_steps": 0,
+}
+"""Options of a tiny run."""
 
 
 def value(spec: ParamSpec, kind: str, step: int, scale: int = 1) -> torch.Tensor:

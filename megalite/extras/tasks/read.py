@@ -1,8 +1,8 @@
 """Read a task: a YAML file in lm-eval's form whose documents are in local JSON files.
 
 What such a file may say is what needs neither Python functions nor a download: multiple choice, log-likelihood,
-rolling log-likelihood and greedy generation, with texts from Jinja templates or
-fields. Meanings are those of lm-eval 0.4.13.
+rolling log-likelihood and greedy generation, with texts from Jinja templates or fields. Meanings are those of
+lm-eval 0.4.13.
 """
 
 from __future__ import annotations

@@ -286,24 +286,13 @@ def test_a_disk_that_becomes_full(tmp_path: Path) -> None:
     load_checkpoint(path, cs.states_at(-1, specs=SPECS), CTX)
 
 
-OPTIONS = {
-    "preset": "tiny",
-    "mock_data": True,
-    "seq_len": 8,
-    "micro_batch_size": 1,
-    "global_batch_size": 2,
-    "num_layers": 2,
-    "eval_steps": 0,
-}
-
-
 def test_a_run_that_codes_its_saves_is_the_same_run(tmp_path: Path) -> None:
     """Interrupted, with and without: the same bits, and the same export."""
     losses = {}
     for code in ("none", "planes-zstd"):
         steps = []
         for end in (2, 4):
-            given = {**OPTIONS, "run_dir": str(tmp_path / code), "train_steps": end, "save_code": code}
+            given = {**cs.RUN, "run_dir": str(tmp_path / code), "train_steps": end, "save_code": code}
             with megalite.start(megalite.configure(**given)) as run:
                 steps += [step["loss"] for step in megalite.steps(run)]
         losses[code] = steps

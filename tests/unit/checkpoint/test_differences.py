@@ -24,16 +24,6 @@ from megalite.runtime.checkpoint.save import Checkpointer
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 
-OPTIONS: dict[str, Any] = {
-    "preset": "tiny",
-    "mock_data": True,
-    "seq_len": 8,
-    "micro_batch_size": 1,
-    "global_batch_size": 2,
-    "num_layers": 2,
-    "eval_steps": 0,
-    "train_steps": 3,
-}
 CTX = ParallelContext.single()
 # The writer has its job, and dies with the process.
 KILLED = """
@@ -152,26 +142,27 @@ def save_from(rank: int, world: int, root: str, base: str) -> None:
     checkpointer.close()
 
 
-def test_a_base_that_is_not_there_is_named(copy: Path) -> None:
+def test_a_base_that_is_not_there_is_named(saved: Path, copy: Path) -> None:
     difference, base = copy / "model_00000002", copy / "model_00000001"
     alone = shutil.copytree(difference, copy / "alone" / difference.name)
     assert_refused(alone, "model_00000001", "is missing")
     base.rename(copy / "aside_1_model_00000001")
-    assert loaded(difference), "a base that was set aside is still found"
+    expected = loaded(saved / "whole" / difference.name)
+    assert loaded(difference) == expected, "a base that was set aside is still found"
     shutil.copytree(copy / "model_00000004", base)
-    assert loaded(difference)
+    assert loaded(difference) == expected
     shutil.rmtree(copy / "aside_1_model_00000001")
     assert_refused(difference, "model_00000001", "is another than the one saved")
 
 
-def test_damage_of_base_and_difference(copy: Path) -> None:
+def test_damage_of_base_and_difference(saved: Path, copy: Path) -> None:
     for damaged in ("model_00000001", "model_00000002"):
         shard = copy / damaged / "rank_00000.coded"
         whole = shard.read_bytes()
         shard.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
         assert_refused(copy / "model_00000002", damaged, "CRC32")
         shard.write_bytes(whole)
-    assert loaded(copy / "model_00000002")
+    assert loaded(copy / "model_00000002") == loaded(saved / "whole" / "model_00000002")
 
 
 def test_hostile_bases(copy: Path) -> None:
@@ -191,7 +182,7 @@ def test_hostile_bases(copy: Path) -> None:
     assert_refused(third, "do not decode")
 
 
-def test_a_base_that_vanishes_makes_the_next_snapshot_whole(tmp_path: Path) -> None:
+def test_a_base_that_vanishes_makes_the_next_snapshot_whole(saved: Path, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, CTX, "run", delta=5)
     checkpointer.save_model(1, weights(1), {"step": 1})
     shutil.rmtree(tmp_path / "model_00000001")
@@ -199,10 +190,10 @@ def test_a_base_that_vanishes_makes_the_next_snapshot_whole(tmp_path: Path) -> N
     checkpointer.close()
     assert path is not None
     assert read_manifest(path).base is None
-    assert loaded(path)
+    assert loaded(path) == loaded(saved / "whole" / path.name)
 
 
-def test_a_run_killed_while_it_writes_a_difference_leaves_the_earlier_ones(tmp_path: Path) -> None:
+def test_a_run_killed_while_it_writes_a_difference_leaves_the_earlier_ones(saved: Path, tmp_path: Path) -> None:
     save(tmp_path, [1, 2], 5)
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
     assert child.wait(300) == -signal.SIGKILL
@@ -212,13 +203,14 @@ def test_a_run_killed_while_it_writes_a_difference_leaves_the_earlier_ones(tmp_p
     assert base is not None
     assert base[0] == "model_00000003", "a new process begins with a whole one"
     assert not list(tmp_path.glob(".tmp_*"))
-    for step in (1, 2, 3, 4):
-        assert loaded(tmp_path / f"model_{step:08d}")
+    for name in (f"model_{step:08d}" for step in (1, 2, 3, 4)):
+        assert loaded(tmp_path / name) == loaded(saved / "whole" / name)
 
 
 def test_a_difference_is_exported_as_a_whole_one(tmp_path: Path) -> None:
     for delta in (0, 3):
-        given = {**OPTIONS, "run_dir": str(tmp_path / f"run{delta}"), "save_model_every": 1, "save_model_delta": delta}
+        given = {**cs.RUN, "train_steps": 3, "run_dir": str(tmp_path / f"run{delta}"), "save_model_every": 1}
+        given["save_model_delta"] = delta
         with megalite.start(megalite.configure(**given)) as run:
             for _ in megalite.steps(run):
                 pass
@@ -232,4 +224,4 @@ def test_a_difference_is_exported_as_a_whole_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [{"save_model_delta": 3}, {"run_dir": "s3://bucket/run", "save_model_every": 1}])
 def test_options_that_do_not_go_together(given: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="--save-model-delta 3"):
-        megalite.configure(**{**OPTIONS, "run_dir": "runs/x", "save_model_delta": 3, **given})
+        megalite.configure(**{**cs.RUN, "run_dir": "runs/x", "save_model_delta": 3, **given})
