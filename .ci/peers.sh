@@ -30,7 +30,7 @@ tests() {
     shift
     say "tests with $python: $*"
     [ -z "${RAN:-}" ] || printf -- '--deselect %s\n' "$@" >>"$RAN"
-    "$python" -m pytest "$@" $options || failed=$?
+    "$python" -m pytest -n 2 --dist loadfile "$@" $options || failed=$?
 }
 
 options=$*

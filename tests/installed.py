@@ -54,7 +54,9 @@ def install(tmp: Path) -> Installed:
         return subprocess.run(command, capture_output=True, text=True, **place)
 
     places = "import megalite, pretrain_gpt, sys; print(megalite.__file__, pretrain_gpt.__file__, *sys.path)"
-    package, script, *path = run("python", "-c", places).stdout.split()
+    printed = run("python", "-c", places)
+    assert printed.returncode == 0, printed.stderr
+    package, script, *path = printed.stdout.split()
     assert (Path(package), Path(script)) == (site / "megalite/__init__.py", site / "pretrain_gpt.py")
     assert str(ROOT) not in path
     return run

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from megalite.core.base.errors import UserError
 from megalite.core.options.names import suggest
 from megalite.extras.tool import run_tool, show
+from megalite.runtime.base.collector import importing
 
 Main = Callable[[Sequence[str]], int | None]
 """A command: takes the words after its name, returns the exit code (None: 0)."""
@@ -51,7 +52,8 @@ COMMANDS = {
 def find_main(name: str) -> Main:
     """Import and return the function of a command."""
     module, function = COMMANDS[name].place.split(":")
-    main: Main = getattr(import_module(f"megalite.extras.{module}"), function)
+    with importing():
+        main: Main = getattr(import_module(f"megalite.extras.{module}"), function)
     return lambda words: _with_local_words(name, main, words)
 
 
