@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from megalite.core.mesh.grid import Grid
+from megalite.extras.plan.lost_hosts import grid_without
+from megalite.runtime.options import cli
+from megalite.runtime.options.fields import with_options
 from megalite.runtime.recover.hub import Hub
 from megalite.runtime.recover.messages import (
     Began,
@@ -273,6 +277,19 @@ def test_spare_ranks_come_first(made: list[Run]) -> None:
     run.copy(1)
     run.lose(1)
     assert {number: (go.rank, go.world) for number, go in run.goes().items()} == {0: (0, 0), 2: (2, 0), 3: (1, 0)}
+
+
+@pytest.mark.parametrize(("unit", "fewest", "spares"), [(1, 0, 0), (2, 0, 1), (4, 0, 0), (2, 5, 0), (3, 0, 2)])
+def test_the_planner_says_what_the_hub_decides(made: list[Run], unit: int, fewest: int, spares: int) -> None:
+    world, run = 12, begin(made, 12, unit, fewest)
+    flags = f"--recover host --elastic --tp {unit} --num-heads 12 --hidden-size 96 --ffn-hidden-size 96 --seq-len 48"
+    options = {"min_ranks": fewest, "spare_ranks": spares, "global_batch_size": 48}
+    cfg = with_options(cli.parse(flags.split()).config, options)
+    run.guards += [Guard(run.hub, number, -1) for number in range(world, world + spares)]
+    for lost in range(1, world):
+        del run.hub._guards[world - lost]
+        left = grid_without(cfg, Grid.from_config(cfg.parallel, world), lost)
+        assert (left.world if left else 0) == run.hub._fitting()
 
 
 def test_a_host_and_the_one_that_keeps_its_copies(made: list[Run]) -> None:
