@@ -39,7 +39,7 @@ with importing():  # a fifth of the start would go into looking for garbage amon
     from megalite.runtime.data import Samples
     from megalite.runtime.loop.loop import StepCallback, fit
     from megalite.runtime.recover.rehearse import rehearse
-    from megalite.runtime.recover.restore import find_hub, identity_of
+    from megalite.runtime.recover.restore import find_hub, identify
     from megalite.runtime.start.exit import leaving_together
     from megalite.runtime.start.inputs import with_vocab_size
 
@@ -57,8 +57,8 @@ def main(
     if parsed.config.run.recover != "none" and not (parsed.print_config or parsed.dry_run):
         if not isinstance(companion, GuardedRank):
             become_guard(parsed.config.run.spare_ranks)
-        identify = partial(identity_of, parsed.config)
-        companion.wait_for_turn(find_hub, rehearse, identify, parsed.config.run.elastic)
+        who = partial(identify, parsed.config, train_data, valid_data)
+        companion.wait_for_turn(find_hub, rehearse, who, parsed.config.run.elastic)
     cfg = settle_layout(parsed)
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.

@@ -12,8 +12,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.recover.hub import UNFINISHED
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
@@ -249,6 +251,45 @@ def test_a_silent_reserve_and_a_host_of_another_version(hosts: Hosts, zygote: Zy
     assert other.code == KILLED
     assert "has other options or another version of megalite than the run" in other.err
     assert_as(run, whole)
+
+
+@pytest.mark.full
+def test_a_host_with_other_data(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """It was found out when all ranks had met, which ended the run; so did a host that could not open its data."""
+    folder, data = tmp_path / "hit", tmp_path / "tokens"
+
+    def write(first: int) -> None:
+        with IndexedDatasetWriter(tmp_path / "new", np.dtype(np.uint16)) as writer:
+            writer.add_documents((np.arange(4000) + first) % 64, [4000])
+            writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 64})
+        for kind in ("bin", "idx", "json"):
+            (tmp_path / f"new.{kind}").replace(f"{data}.{kind}")  # the files that the others have opened stay
+
+    write(0)
+    flags = [*(word for word in RUN if word != "--mock-data"), "--data", str(data), "--split", "1"]
+    whole = undisturbed(zygote, tmp_path / "whole", [], run=flags)
+    later = {**waits_at(6, folder), "path": str(folder / "go further")}
+    more = [*ELASTIC, "--grow-after", "0"]
+    jobs = hosts.begin(folder, more, 0, waits_at(4, folder), later, launched=True, run=flags)
+    jobs[0].wait_for(0, "step 3/")
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "dp 3 -> 2")
+    (folder / "go on").touch()
+    jobs[0].wait_for(0, "step 5/")
+    write(1)
+    (other,) = hosts.come_back(1).end()
+    Path(f"{data}.bin").unlink()
+    (without,) = hosts.come_back(1).end()
+    write(0)
+    jobs.append(hosts.come_back(1))
+    jobs[0].wait_for(0, "is back, in reserve")
+    (folder / "go further").touch()
+    left = end(jobs)
+    assert codes([other, without, *left]) == [KILLED, KILLED, 0, KILLED, 0, 0], [other, without, *left]
+    assert "has other data than the run" in other.err
+    assert f"error: data prefix {data}: " in without.err
+    assert [(event["from"], event["to"]) for event in events(folder / "run", "resize")] == [(3, 2), (2, 3)]
+    assert_as(folder / "run", whole)
 
 
 @pytest.mark.full

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import socket
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megalite.core.base.errors import require
+from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger
+from megalite.core.base.redact import mask
 from megalite.core.build import build_engine
 from megalite.core.engine import Engine
 from megalite.core.mesh.collectives import gather_texts
@@ -24,6 +27,7 @@ from megalite.runtime.checkpoint.load import find_good
 from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.data import Samples
 from megalite.runtime.loop.run import Run
 from megalite.runtime.options.cli import to_yaml
 from megalite.runtime.options.run import Config
@@ -32,6 +36,7 @@ from megalite.runtime.recover.copies import Copies
 from megalite.runtime.recover.hub import LOOPBACK
 from megalite.runtime.recover.member import Companion, GuardedRank
 from megalite.runtime.recover.messages import Listen
+from megalite.runtime.start.inputs import digest_of, open_data, resolve_vocabulary
 from megalite.runtime.start.resume import Source
 
 # With --elastic: an address of IPv6 and a port take up to 60 bytes of `MAX_MESSAGE`.
@@ -85,6 +90,27 @@ def identity_of(cfg: Config) -> str:
     for path in sorted(package.rglob("*.py")):
         total.update(f"{path.relative_to(package)} ".encode() + path.read_bytes())
     return total.hexdigest()[:16]
+
+
+def identify(cfg: Config, train_data: Samples | None = None, valid_data: Samples | None = None) -> tuple[str, str]:
+    """Return `identity_of`, and the digest of the data that this host would train on; both "" if any may come.
+
+    Data that cannot be opened are told of in a line, and have a digest that no others have: the hub refuses this host.
+    """
+    if not (identity := identity_of(cfg)):
+        return "", ""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        resolved, tokenizer = resolve_vocabulary(cfg, train_data is not None)
+        datasets = open_data(resolved, tokenizer, train_data, valid_data)
+        with contextlib.closing(datasets):
+            return identity, digest_of(datasets.identity())
+    except UserError as e:
+        print(mask(f"error: {e}"), file=sys.stderr, flush=True)
+        return identity, "none"
+    finally:
+        logger.setLevel(level)
 
 
 def _check_sizes(cfg: Config, ctx: ParallelContext) -> None:

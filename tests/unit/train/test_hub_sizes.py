@@ -60,12 +60,12 @@ class Guard:
         has: numbers of the copies that it can hand out, by layout and rank; its own among them.
     """
 
-    def __init__(self, hub: Hub, number: int, rank: int) -> None:
+    def __init__(self, hub: Hub, number: int, rank: int, data: str = "") -> None:
         self.peer, self.number, self.rank, self.layout = f"10.0.0.{number}", number, rank, 0
         self.has: Places = {}
         self.told: list[FromHub] = []
         self.heard: Any = None
-        hello = Hello(rank, hub.token, self.peer, number, f"node{number}", "same" if rank < 0 else "")
+        hello = Hello(rank, hub.token, self.peer, number, f"node{number}", "same" if rank < 0 else "", data)
         hub._introduce(self, hello)  # type: ignore[arg-type]
 
     def send(self, message: FromHub) -> None:
@@ -460,6 +460,18 @@ def test_a_host_with_other_options_is_refused(made: list[Run]) -> None:
     run.hub._identity = "other"
     assert isinstance(Guard(run.hub, 9, -1).told[-1], Refuse)
     assert run.hub._reserves == []
+
+
+def test_a_host_with_other_data_is_refused(made: list[Run]) -> None:
+    """Before rank 0 has said which data it has, and after."""
+    run = begin(made, 3, 1)
+    early, same = Guard(run.hub, 7, -1, "other"), Guard(run.hub, 8, -1, "ours")
+    assert not [guard for guard in (early, same) if guard.told]
+    run.hub.learn_data("ours")
+    late, silent = Guard(run.hub, 9, -1, "other"), Guard(run.hub, 10, -1)
+    assert [len(guard.told) for guard in (early, same, late, silent)] == [1, 0, 1, 0]
+    assert isinstance(early.told[0], Refuse)
+    assert [peer.host for peer in run.hub._reserves] == ["node8", "node10"]
 
 
 @pytest.mark.parametrize("together", [True, False])
