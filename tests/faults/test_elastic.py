@@ -371,10 +371,10 @@ def test_a_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> 
     flags = [*RUN, *FOREVER, *ELASTIC, "--grow-after", "0", "--recover", "host", "--run-dir", str(run)]
     with hosts.torchrun(tmp_path, flags) as launchers:
 
-        def said(words: str) -> bool:
+        def said(words: str, times: int = 1) -> bool:
             text = (tmp_path / "said_0").read_text()
             assert launchers[0].poll() is None, text
-            return words in text
+            return text.count(words) >= times
 
         zygote.until(lambda: said("step 5/"))
         hosts.power_off(2)
@@ -387,3 +387,8 @@ def test_a_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> 
         back = events(run, "resize")[2]["step"]
         zygote.until(lambda: said(f"step {back + 3}/"))
         assert len(events(run, "recovery")) == 1
+        # One that was not among them, from the run's folder alone.
+        hosts.again(3, "-m", "megalite", "join", str(run))
+        zygote.until(lambda: said("dp 2 -> 3, 8 micro-batches as 2 3 3: on from step ", 2))
+        launchers[4].send_signal(signal.SIGTERM)
+        zygote.until(lambda: launchers[4].poll() is not None)

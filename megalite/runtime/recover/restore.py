@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import socket
 import sys
 import time
@@ -21,7 +22,15 @@ from megalite.core.engine import Engine
 from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
-from megalite.core.mesh.rendezvous import RENDEZVOUS_TIMEOUT, join_store, store_host, under_torchrun
+from megalite.core.mesh.rendezvous import (
+    RENDEZVOUS_TIMEOUT,
+    join_store,
+    local_world_size,
+    store_address,
+    store_host,
+    under_torchrun,
+    world_size,
+)
 from megalite.core.rows import share_of
 from megalite.runtime.checkpoint.load import find_good
 from megalite.runtime.checkpoint.manifest import read_manifest
@@ -41,6 +50,8 @@ from megalite.runtime.start.resume import Source
 
 # With --elastic: an address of IPv6 and a port take up to 60 bytes of `MAX_MESSAGE`.
 _MOST_RANKS = 2048
+# How another host joins the run: file of the run's folder, which `megalite join` reads.
+JOIN = "join.json"
 # Key of the launcher's store.
 _HUB = "megalite/hub"
 
@@ -74,9 +85,22 @@ def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None
             offer = companion.host(listen._replace(grow_after=cfg.run.grow_after, identity=identity_of(cfg)))
             if cfg.run.spare_ranks or cfg.run.elastic:
                 join_store()[0].set(_HUB, offer)
+            (cfg.run.folder / JOIN).unlink(missing_ok=True)  # an earlier start's
         offer = gather_texts(offer, ctx.world, ctx.device)[0]
         companion.meet(ctx.rank, f"{LOOPBACK if alone else store_host()} {offer}", elsewhere, cfg.run.elastic)
     companion.met = time.monotonic()
+
+
+def how_to_join(cfg: Config) -> str:
+    """Return what a host needs to join as those did that the launcher started, as JSON; "" if none can.
+
+    Without the hub's token, which is in the store: who reads the folder need not be able to read states.
+    """
+    if not (cfg.run.elastic and under_torchrun()):
+        return ""
+    nproc = local_world_size()
+    place = {"nproc": nproc, "nnodes": -(-(world_size() + cfg.run.spare_ranks) // nproc), **store_address()}
+    return json.dumps({**place, "directory": os.getcwd(), "command": sys.argv}, indent=1) + "\n"
 
 
 def identity_of(cfg: Config) -> str:

@@ -105,6 +105,8 @@ def open_run(
         source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer, copies, companion)
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
         agree(ctx, lambda: write_config(run_dir, text) if ctx.rank == 0 else None)
+        if companion.round == 0 and ctx.rank == 0 and (how := restore.how_to_join(cfg)):
+            write_config(run_dir, how, restore.JOIN)
         checkpointer.take()
         if copies:
             agree(ctx, lambda: write_pid(run_dir, ctx.rank))
