@@ -31,6 +31,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("start the ranks of this host and train", "launch.train:main"),
     "launch": Command("train on several hosts, over ssh, with Slurm or on Kubernetes", "launch.command:main"),
+    "join": Command("join a run with --elastic from a host that was not in its launch", "launch.join:main"),
     "tokenizer": Command("train a tokenizer on text", "prepare.command:tokenizer"),
     "preprocess": Command("turn text or conversations into token files", "prepare.command:preprocess"),
     "convert": Command("convert checkpoints from and to Hugging Face, and from Megatron-LM", "convert.command:main"),

@@ -27,7 +27,7 @@ class Hosts:
     def __init__(self, zygote: Zygote, address: str, names: list[str]) -> None:
         self.zygote, self.address, self.names = zygote, address.replace(".254", ".1"), names
         self.start: Callable[..., Job]
-        self.again: Callable[[int], None]
+        self.again: Callable[..., None]
 
     def come_back(self, rank: int) -> Job:
         """Start a lost rank of the last run again, as its launcher would; rank 0 says when it is in reserve."""
@@ -76,15 +76,23 @@ class Hosts:
     def torchrun(self, folder: Path, flags: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
         """Start a rank on each of three hosts by torchrun, which write to said_HOST; power all off at the end.
 
-        `again` starts that of a host once more.
+        `again` starts that of a host once more, or another Python command there.
         """
         env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
         port, launchers = str(reserve_port()), list[subprocess.Popen[bytes]]()
 
-        def start(host: int) -> None:
-            command = ["ip", "netns", "exec", self.names[host], sys.executable, "-m", "torch.distributed.run"]
-            command += ["--nnodes", "3", "--node-rank", str(host), "--nproc-per-node", "1"]
-            command += ["--master-addr", self.address, "--master-port", port, str(ROOT / "pretrain_gpt.py"), *flags]
+        def start(host: int, *words: str) -> None:
+            command = ["-m", "torch.distributed.run", "--nnodes", "3", "--node-rank", str(host), "--nproc-per-node"]
+            command += [
+                "1",
+                "--master-addr",
+                self.address,
+                "--master-port",
+                port,
+                str(ROOT / "pretrain_gpt.py"),
+                *flags,
+            ]
+            command = ["ip", "netns", "exec", self.names[host], sys.executable, *(words or command)]
             with (folder / f"said_{host}").open("a") as log:
                 launchers.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
 
@@ -94,7 +102,7 @@ class Hosts:
         try:
             yield launchers
         finally:
-            for host in (0, 1, 2):
+            for host in range(len(self.names)):
                 self.power_off(host)
             for launcher in launchers:
                 launcher.wait()

@@ -12,8 +12,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.recover.hub import UNFINISHED
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
@@ -252,6 +254,45 @@ def test_a_silent_reserve_and_a_host_of_another_version(hosts: Hosts, zygote: Zy
 
 
 @pytest.mark.full
+def test_a_host_with_other_data(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """It was found out when all ranks had met, which ended the run; so did a host that could not open its data."""
+    folder, data = tmp_path / "hit", tmp_path / "tokens"
+
+    def write(first: int) -> None:
+        with IndexedDatasetWriter(tmp_path / "new", np.dtype(np.uint16)) as writer:
+            writer.add_documents((np.arange(4000) + first) % 64, [4000])
+            writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 64})
+        for kind in ("bin", "idx", "json"):
+            (tmp_path / f"new.{kind}").replace(f"{data}.{kind}")  # the files that the others have opened stay
+
+    write(0)
+    flags = [*(word for word in RUN if word != "--mock-data"), "--data", str(data), "--split", "1"]
+    whole = undisturbed(zygote, tmp_path / "whole", [], run=flags)
+    later = {**waits_at(6, folder), "path": str(folder / "go further")}
+    more = [*ELASTIC, "--grow-after", "0"]
+    jobs = hosts.begin(folder, more, 0, waits_at(4, folder), later, launched=True, run=flags)
+    jobs[0].wait_for(0, "step 3/")
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "dp 3 -> 2")
+    (folder / "go on").touch()
+    jobs[0].wait_for(0, "step 5/")
+    write(1)
+    (other,) = hosts.come_back(1).end()
+    Path(f"{data}.bin").unlink()
+    (without,) = hosts.come_back(1).end()
+    write(0)
+    jobs.append(hosts.come_back(1))
+    jobs[0].wait_for(0, "is back, in reserve")
+    (folder / "go further").touch()
+    left = end(jobs)
+    assert codes([other, without, *left]) == [KILLED, KILLED, 0, KILLED, 0, 0], [other, without, *left]
+    assert "has other data than the run" in other.err
+    assert f"error: data prefix {data}: " in without.err
+    assert [(event["from"], event["to"]) for event in events(folder / "run", "resize")] == [(3, 2), (2, 3)]
+    assert_as(folder / "run", whole)
+
+
+@pytest.mark.full
 def test_two_hosts_one_after_the_other_with_zero_3(hosts: Hosts, tmp_path: Path) -> None:
     """The second is lost before the first copy of the layout of three ranks is made."""
     flags = ["--zero", "3", "--zero-whole-below", "100", "--save-every", "0"]
@@ -330,10 +371,10 @@ def test_a_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> 
     flags = [*RUN, *FOREVER, *ELASTIC, "--grow-after", "0", "--recover", "host", "--run-dir", str(run)]
     with hosts.torchrun(tmp_path, flags) as launchers:
 
-        def said(words: str) -> bool:
+        def said(words: str, times: int = 1) -> bool:
             text = (tmp_path / "said_0").read_text()
             assert launchers[0].poll() is None, text
-            return words in text
+            return text.count(words) >= times
 
         zygote.until(lambda: said("step 5/"))
         hosts.power_off(2)
@@ -346,3 +387,8 @@ def test_a_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> 
         back = events(run, "resize")[2]["step"]
         zygote.until(lambda: said(f"step {back + 3}/"))
         assert len(events(run, "recovery")) == 1
+        # One that was not among them, from the run's folder alone.
+        hosts.again(3, "-m", "megalite", "join", str(run))
+        zygote.until(lambda: said("dp 2 -> 3, 8 micro-batches as 2 3 3: on from step ", 2))
+        launchers[4].send_signal(signal.SIGTERM)
+        zygote.until(lambda: launchers[4].poll() is not None)

@@ -1,7 +1,8 @@
 """Take hosts of `--elastic` runs away and give them back at random: `python -m tests.soak.elastic --minutes 60`.
 
 Network namespaces are hosts (requires root). One is powered off, told to leave, cut off, or loses a guard or a trainer;
-later it is started again. Every line of metrics.jsonl is compared with that of a run that nothing happened to.
+later it is started again. Hosts have one rank or two, and one of them may wait in reserve. Every line of metrics.jsonl
+is compared with that of a run that nothing happened to.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.faults.guarded_hosts import Hosts
 from tests.faults.harness import FOREVER, RUN, codes, events, metrics, process_of
@@ -26,16 +28,55 @@ from tests.faults.zygote import Job, Zygote
 
 HOSTS, PRECISE = 4, 1e-5
 KINDS = ["power off", "power off", "leave", "leave", "trainer", "guard", "cable"]
-# Each of four ranks; how many of them are a replica.
+# How many ranks are a replica.
 LAYOUTS = {
     "--zero 1": 1,
     "--zero 3 --zero-whole-below 100": 1,
     "--pp 2": 2,
+    "--pp 2 --schedule gpipe": 2,
+    "--pp 2 --schedule zb-h1 --zero 2": 2,
+    "--num-layers 4 --pp 2 --vp 2 --schedule zb-v": 2,
+    "--num-layers 4 --pp 2 --vp 2 --schedule interleaved": 2,
     "--tp 2 --zero 2": 2,
     "--cp 2 --num-heads 2 --hidden-dropout 0": 2,
     "--num-experts 4 --ep 2": 2,
     "--optimizer muon --muon-ns fp32": 1,
 }
+
+
+class Shape(NamedTuple):
+    """Hosts of a run.
+
+    Attributes:
+        hosts: number of them.
+        each: ranks of each.
+        spares: ranks that wait in reserve at the start.
+        fewest: `--min-ranks`.
+        replica: ranks of a replica.
+    """
+
+    hosts: int
+    each: int
+    spares: int
+    fewest: int
+    replica: int
+
+    @classmethod
+    def drawn(cls, draw: random.Random, replica: int) -> Shape:
+        """Draw one that can lose a host."""
+        each = draw.choice([1, 1, 2])
+        hosts = HOSTS if each == 1 else HOSTS - 1
+        spares = draw.choice([0, 0, each])
+        fewest = draw.choice([0, max(replica, 2 * each)])
+        return cls(hosts, each, spares if (hosts * each - spares) % replica == 0 else 0, fewest, replica)
+
+    def may_lose(self, here: int) -> bool:
+        """Whether one of so many hosts may go, and another one with copies is left."""
+        return here > 2 and (here - 1) * self.each >= max(self.replica, self.fewest)
+
+    def ranks_of(self, host: int) -> range:
+        """Of the launcher."""
+        return range(host * self.each, (host + 1) * self.each)
 
 
 class Soak:
@@ -61,23 +102,25 @@ class Soak:
 
     def one_run(self) -> None:
         layout = self.draw.choice(self.layouts)
+        shape = Shape.drawn(self.draw, LAYOUTS[layout])
         whole, folder = self.undisturbed(layout), self.place / f"hit_{self.total['runs']}"
         flags = [*self.flags(layout), "--elastic", "--grow-after", "0", "--max-recoveries", "100000"]
-        jobs = self.hosts.begin(folder, flags, 0, count=HOSTS, launched=True)
-        print(f"run {self.total['runs']}: {layout}", flush=True)
+        flags += ["--min-ranks", str(shape.fewest)]
+        print(f"run {self.total['runs']}: {layout}, {shape}", flush=True)
+        jobs = self.hosts.begin(folder, flags, shape.spares, each=shape.each, count=shape.hosts, launched=True)
         jobs[0].wait_for(0, "step 2/")
         try:
-            self.hit_to_the_end(folder / "run", jobs, LAYOUTS[layout])
+            self.hit_to_the_end(folder / "run", jobs, shape)
             (first,) = jobs[0].end(120)
         finally:
-            for host in range(HOSTS):
+            for host in range(shape.hosts):
                 self.hosts.cable(host, "up")
                 self.hosts.power_off(host)
         assert first.code == 0, first.err
         self.compare(folder / "run", whole)
         shutil.rmtree(folder)
 
-    def hit_to_the_end(self, run: Path, jobs: list[Job], replica: int) -> None:
+    def hit_to_the_end(self, run: Path, jobs: list[Job], shape: Shape) -> None:
         """Hit hosts every few seconds, never the first, and never so many that no replica is left."""
         away, coming = dict[int, float](), set[int]()
         while True:
@@ -85,32 +128,37 @@ class Soak:
             self.zygote.until(lambda due=due: jobs[0].ended() or time.monotonic() > due, 30)  # type: ignore[misc]
             if jobs[0].ended():
                 return
-            for host in [host for host in coming if is_in_reserve(jobs[host])]:
+            for host in [host for host in coming if all(is_in_reserve(jobs[rank]) for rank in shape.ranks_of(host))]:
                 coming.remove(host)
                 del away[host]
             for host in [host for host, until in away.items() if until < time.monotonic() and host not in coming]:
                 coming.add(host)
                 self.hosts.cable(host, "up")
                 self.hosts.power_off(host)
-                jobs[host] = self.hosts.start(host)
+                for rank in shape.ranks_of(host):
+                    jobs[rank] = self.hosts.start(rank)
                 self.total["returns"] += 1
-            here = [host for host in range(1, HOSTS) if host not in away]
+            here = [host for host in range(1, shape.hosts) if host not in away]
             for host in self.draw.sample(here, min(len(here), self.draw.choice([1, 1, 1, 2]))):
-                if HOSTS - len(away) - 1 >= max(replica, 2) and (kind := self.hit(run, jobs[host], host)):
+                left = shape.hosts - len(away)
+                if shape.may_lose(left) and (
+                    kind := self.hit(run, [jobs[rank] for rank in shape.ranks_of(host)], host)
+                ):
                     self.total[kind] += 1
                     if kind != "trainer":
                         away[host] = time.monotonic() + self.draw.uniform(0, 25)
 
-    def hit(self, run: Path, job: Job, host: int) -> str:
+    def hit(self, run: Path, jobs: list[Job], host: int) -> str:
         kind = self.draw.choice(KINDS)
         with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
             match kind:
                 case "power off":
                     self.hosts.power_off(host)
                 case "leave":
-                    os.kill(job.pid(0), signal.SIGTERM)
+                    for job in jobs:
+                        os.kill(job.pid(0), signal.SIGTERM)
                 case "guard":
-                    os.kill(job.pid(0), signal.SIGKILL)
+                    os.kill(self.draw.choice(jobs).pid(0), signal.SIGKILL)
                 case "cable":
                     self.hosts.cable(host, "down")
                 case "trainer":

@@ -78,13 +78,13 @@ def test_the_commands_of_a_wheel_work_without_the_checkout(installed: Installed)
         assert said in done.stdout + done.stderr, (words, done.stdout + done.stderr)
     scripts = "".join(path.read_text() for path in (ROOT / "tests" / "newcomers").iterdir())
     used = {words.split()[0] for words, _ in USES} | set(re.findall(r"\bmegalite ([a-z-]+) ", scripts))
-    assert used == COMMANDS.keys() - {"lm-eval", "check"}
+    assert used == COMMANDS.keys() - {"lm-eval", "check", "join"}
 
 
 def test_every_door_in_tools_leads_to_its_command() -> None:
     doors = {path.stem: path.read_text() for path in Path(ROOT, "tools").iterdir() if path.suffix == ".py"}
     named = {door: DOORS.get(door, door) for door in doors}
-    assert set(named.values()) == COMMANDS.keys() - {"train"}
+    assert set(named.values()) == COMMANDS.keys() - {"train", "join"}
     for door, command in named.items():
         assert f'run("{command}")' in doors[door]
     # One of them as it is called; what is wrong is said in the command's name.

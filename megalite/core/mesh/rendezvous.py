@@ -69,6 +69,12 @@ def store_host() -> str:
     return os.environ.get("MASTER_ADDR", "localhost")
 
 
+def store_address() -> dict[str, str | int]:
+    """Say where torch elastic's agents meet, and under which name: what another agent needs."""
+    port, name = env_int("MASTER_PORT", 0), os.environ["TORCHELASTIC_RUN_ID"]
+    return {"master_addr": store_host(), "master_port": port, "run_id": name}
+
+
 def local_world_size() -> int:
     """Number of ranks on this host, as its launcher says; all of them where none does."""
     text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE", "")

@@ -49,6 +49,7 @@ class Place:
         node_rank: index of this host.
         master_addr: name or address of host 0 for the others; None on a single host.
         master_port: port of host 0 for the rendezvous.
+        run_id: name of the rendezvous on several hosts.
     """
 
     nproc: int
@@ -56,6 +57,7 @@ class Place:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int = 29500
+    run_id: str = "megalite"
 
 
 class _EarlySignal(BaseException):
@@ -86,7 +88,7 @@ class LocalRanks:
             min_nodes=place.nnodes,
             max_nodes=place.nnodes,
             nproc_per_node=place.nproc,
-            run_id="megalite" if self.master else uuid.uuid4().hex,
+            run_id=place.run_id if self.master else uuid.uuid4().hex,
             rdzv_backend="static" if self.master else "c10d",
             rdzv_endpoint=f"{self.master}:{place.master_port}" if self.master else "localhost:0",
             rdzv_configs={"rank": place.node_rank} if self.master else {},

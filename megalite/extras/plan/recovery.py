@@ -12,6 +12,7 @@ from dataclasses import replace
 from megalite.core.base.errors import require
 from megalite.core.mesh.grid import Grid
 from megalite.extras.plan.cluster import Cluster
+from megalite.extras.plan.lost_hosts import grid_without
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.memory.states import copies_of
 from megalite.runtime.options.run import Config
@@ -118,12 +119,12 @@ def fewer(cfg: Config, grid: Grid, cluster: Cluster, mtbf: float) -> tuple[int, 
 
     Returns:
         Number of replicas without a host, and which share of the undisturbed run's steps is done, on average: of none
-        where a host takes the last replica.
+        where too few ranks for another replica, or for `--min-ranks`, are left.
     """
-    size, pp, replica = cfg.train.global_batch_size, cfg.parallel.pp, grid.world // grid["dp"]
-    dp = (grid.world - cluster.host) // replica
-    if dp < 1:
+    smaller = grid_without(cfg, grid, cluster.host)
+    if smaller is None:
         return 0, max(0.0, 1 - RETURN_S / mtbf)
+    size, pp, dp = cfg.train.global_batch_size, cfg.parallel.pp, smaller["dp"]
     whole, left = (cfg.passes(size, replicas) + pp - 1 for replicas in (grid["dp"], dp))
     return dp, 1 - min(1.0, RETURN_S / mtbf) * (1 - whole / left)
 

@@ -16,16 +16,16 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.model.flops import flops_per_token
 from megalite.core.model.kinds import MIXERS
 from megalite.core.model.parameters import describe_parameters, param_map
-from megalite.core.model.partition import block_costs, blocks_by_kind, stage_layers
+from megalite.core.model.partition import blocks_by_kind, stage_layers
 from megalite.core.model.saved import element_size, tokens
 from megalite.core.options.update_rule import RULES
 from megalite.core.parts.ffn.experts import experts_tp, imbalance
 from megalite.core.parts.options.context_parallel import choose_comm
 from megalite.core.parts.options.expert_options import choose_dispatch
 from megalite.core.parts.schedules.choose import schedule_of
-from megalite.core.parts.schedules.simulate import simulate
-from megalite.core.pipeline.schedule import Costs, Placement
+from megalite.core.pipeline.schedule import Placement
 from megalite.extras.plan.cluster import Cluster
+from megalite.extras.plan.lost_hosts import simulate_stages
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.memory.stages import span, vocab_rows
 from megalite.extras.plan.recovery import recovery_rows
@@ -220,9 +220,7 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
         raise UserError("--dry-run", "requires the vocabulary size", "give --vocab-size, --tokenizer or --data")
     schedule = schedule_of(cfg, grid["dp"])
     layers = stage_layers(cfg)
-    costs, head_cost = block_costs(m)
-    scale = tuple(sum(costs[r.start : r.stop]) + (head_cost if r is layers[-1] else 0.0) for r in layers)
-    bubble = simulate(schedule, Costs(stage_scale=scale)).bubble
+    bubble = simulate_stages(cfg, schedule).bubble
     ranks = memory_per_rank(cfg, grid)
     worst = max(range(len(ranks)), key=lambda r: ranks[r].total)
     flops = flops_per_token(m)

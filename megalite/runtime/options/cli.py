@@ -53,6 +53,8 @@ class CommandLine(NamedTuple):
         layout: with `--layout auto`, names of the layout options that are given as flags; else None.
         world: number of ranks; None if it is not known.
         theirs: our flags -> those of another tool that they were given with.
+        lost: with `--dry-run`, up to how many lost hosts the page is to cover.
+        ranks_per_host: number of ranks of each of these; 0: not given.
     """
 
     config: Config
@@ -61,6 +63,8 @@ class CommandLine(NamedTuple):
     layout: frozenset[str] | None = None
     world: int | None = None
     theirs: Mapping[str, str] = MappingProxyType({})
+    lost: int = 0
+    ranks_per_host: int = 0
 
 
 def parse(
@@ -112,7 +116,8 @@ def parse(
     theirs = {f"--{dashed(n)}": option.source for n, option in flags.items() if option.source[2:] in dialect.renamed}
     with in_words_given(theirs):
         config = Config(**{group: cls(**_fields_of(cls, values)) for group, cls in GROUPS.items()})
-    return CommandLine(config, start.print_config, start.dry_run, settled, world, theirs)
+    printed = start.print_config, start.dry_run
+    return CommandLine(config, *printed, settled, world, theirs, start.lost, start.ranks_per_host)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_type_hints
 
-from megalite.core.options.names import description_of
+from megalite.core.base.errors import in_range, require
+from megalite.core.options.names import dashed, description_of
 from megalite.runtime.options.run import Config
 
 
@@ -27,9 +28,20 @@ class StartOptions:
     """Print the resolved options as YAML, and exit."""
     dry_run: bool = False
     """Print layout, parameters and memory per rank, and exit."""
+    lost: int = 0
+    """With --dry-run and --elastic: also print what is left of the run while one host is lost, and more up to this
+    number: ranks used and idle, passes, step time, memory, and what is loaded."""
+    ranks_per_host: int = 0
+    """With --lost: number of ranks of each host. 0: as the launcher says (LOCAL_WORLD_SIZE)."""
     layout: Literal["auto"] | None = None
     """Choose tp, cp, pp, micro-batch size and the rest of the layout to fit the available devices; layout flags that
     you give are kept."""
+
+    def __post_init__(self) -> None:
+        in_range(self, "lost ranks_per_host", 0, 10**6)
+        for name in ("lost", "ranks_per_host"):
+            given, asked = f"--{dashed(name)} {getattr(self, name)}", self.dry_run and self.lost > 0
+            require(not getattr(self, name) or asked, given, "applies to the page of --dry-run --lost K", "give both")
 
 
 class OptionValue(NamedTuple):

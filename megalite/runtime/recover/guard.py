@@ -62,6 +62,7 @@ class Guard:
         self._launcher = launcher
         self._loop = EventLoop()
         self._hub: Link | None = None
+        self._own_hub: Hub | None = None  # on rank 0
         self._meeting = messages.Meet(-1, "", 0, "", False)  # how it was met
         self._rank = -1
         self._round = 0
@@ -140,8 +141,10 @@ class Guard:
                 self._paused = message.round
                 self._tell_if_paused()
             case messages.Listen():
-                hub = Hub(self._loop, message, self._spares)
+                hub = self._own_hub = Hub(self._loop, message, self._spares)
                 member.packets.send(messages.Listening(hub.port, hub.token))
+            case messages.Data() if self._own_hub is not None:
+                self._own_hub.learn_data(message.digest)
             case messages.Meet():
                 self._meet(message)
             case messages.Ready():
@@ -235,8 +238,8 @@ class Guard:
             self._hub = Link(self._loop, socket.create_connection(address, timeout=_CONNECT_S), self._hear_hub)
         except OSError as e:
             self._leave(1, f"the guard of rank 0 at {address[0]}:{address[1]} cannot be reached ({e})")
-        name, identity = socket.gethostname(), message.identity
-        hello = messages.Hello(self._rank, message.token, network(), host=name, identity=identity)
+        hello = messages.Hello(self._rank, message.token, network(), host=socket.gethostname())
+        hello = hello._replace(identity=message.identity, data=message.data)
         if message.elsewhere:
             if self._launcher:
                 signal_when_parent_dies(signal.SIGKILL)  # a lost host, and no reason for the others to stop

@@ -12,12 +12,23 @@ import socket
 import time
 from collections import Counter
 from functools import partial
-from typing import NamedTuple
 
 from megalite.core.base.log import env_int, unfinished_code
 from megalite.runtime.recover import messages
 from megalite.runtime.recover.connections import EventLoop, Link, is_token
-from megalite.runtime.recover.peers import Peer, buddies, by_host, describe_change, find_copies, find_lenders
+from megalite.runtime.recover.peers import (
+    OTHER,
+    OTHER_DATA,
+    Failure,
+    Peer,
+    buddies,
+    by_host,
+    describe_change,
+    find_copies,
+    find_lenders,
+    has_other_data,
+    refuse,
+)
 from megalite.runtime.recover.processes import say
 
 # A rank that dies this often at one step has a cause that no repetition cures.
@@ -26,8 +37,6 @@ _DEATHS_AT_A_STEP = 3
 _GATHER_S = 60.0
 # Hosts that come back do so together, and so do signals that ask all of them to stop.
 _QUIET_S, _TOLD_TOGETHER_S = 10.0, 3.0
-# What is wrong with a host that the run has no use for.
-_OTHER = "has other options or another version of megalite than the run: make them the same, and start it again"
 # Where the hub is if no other host has ranks.
 LOOPBACK = "127.0.0.1"
 # What a scheduler takes for "start it again" (EX_TEMPFAIL).
@@ -35,22 +44,6 @@ UNFINISHED = 75
 
 # What the guard of rank 0 says once guards take the place of each other; launchers look for it.
 MET = "all ranks have met"
-
-
-class _Failure(NamedTuple):
-    """First failure of a round that is broken.
-
-    Attributes:
-        rank: of the guard that has told of it; -1 where all trainers have paused, for ranks that come or go, or where
-            it has none.
-        dead: all ranks that have died in the round.
-        died: when it was told of, or the first trainer had paused, as `time.monotonic`.
-    """
-
-    rank: int
-    dead: set[int]
-    cause: str
-    died: float
 
 
 class Hub:
@@ -72,7 +65,7 @@ class Hub:
         self._limit = listen.limit
         self._elsewhere = listen.elsewhere
         self._unit, self._fewest = listen.unit, max(listen.unit, listen.fewest)
-        self._grow_after, self._identity = listen.grow_after, listen.identity
+        self._grow_after, self._identity, self._data = listen.grow_after, listen.identity, ""
         # When ranks may join at the earliest, and how often somebody has come or a round begun.
         self._grows_at, self._changes = 0.0, 0
         # The number of ranks of each layout that there has been, and which is that of the round.
@@ -94,7 +87,7 @@ class Hub:
         self._ended = False
         # Whether some ranks are on hosts that have no device for them.
         self._stood_in = False
-        self._broken: _Failure | None = None
+        self._broken: Failure | None = None
         # Of the round: guards that have heard of it; ranks that have made its first copy, have paused, are done.
         self._taken, self._began = list[Peer](), set[int]()
         self._paused, self._paused_at = set[int](), 0.0
@@ -118,12 +111,13 @@ class Hub:
         if not (isinstance(message, messages.Hello) and is_token(message.token, self.token)):
             link.close()
             return
-        peer = Peer(link, message.rank, message.port, message.network, message.host)
+        peer = Peer(link, message.rank, message.port, message.network, message.host, data=message.data)
         # Stand-ins are forks of those that are here.
         if peer.rank < 0 and message.identity != self._identity and not self._stood_in:
-            link.heard = lambda _: None
-            link.send(messages.Refuse(f"{peer.host} {_OTHER}"))
-            say(0, f"host {peer.host} is not taken in reserve: it {_OTHER}")
+            refuse(peer, OTHER)
+            return
+        if has_other_data(peer, self._data):
+            refuse(peer, OTHER_DATA)
             return
         link.heard = lambda message: self._hear(peer, message)
         if peer.rank < 0:
@@ -142,6 +136,14 @@ class Hub:
             for rank, address in enumerate(self._addresses_of_buddies()):
                 self._guards[rank].link.send(messages.Buddy(address))
             say(0, f"{MET}: the loss of a host does not end the run at once from here on")
+
+    def learn_data(self, digest: str) -> None:
+        """Hear from rank 0 what the run trains on: reserves that came earlier may have other data."""
+        self._data = digest
+        for peer in [peer for peer in self._reserves if has_other_data(peer, digest)]:
+            self._reserves.remove(peer)
+            refuse(peer, OTHER_DATA)
+        self._go_if_all_are_dead()
 
     def _addresses_of_buddies(self) -> list[messages.Address | None]:
         found = buddies([self._guards[rank].network for rank in range(self._world)]) if self._elsewhere else []
@@ -296,7 +298,7 @@ class Hub:
                 self._broken = self._broken._replace(cause=cause)
             return
         since = self._paused_at if rank < 0 and self._paused else time.monotonic()
-        self._broken = _Failure(rank, dead, cause, since)
+        self._broken = Failure(rank, dead, cause, since)
         self._silent, self._lost, self._gone = set(range(self._world)), set(), {}
         leavers = [peer for peer in self._guards.values() if peer.leaves]
         if not self._fitting():

@@ -161,7 +161,7 @@ class GuardedRank(Companion):
         self,
         find_hub: Callable[[bool], str],
         rehearse: Callable[[], None],
-        identify: Callable[[], str] = str,
+        identify: Callable[[], tuple[str, str]] = lambda: ("", ""),
         elastic: bool = False,
     ) -> None:
         """Return when this process is to be the rank.
@@ -170,7 +170,7 @@ class GuardedRank(Companion):
             find_hub: called if the guard of this rank knows no other, with whether it is in reserve: if not, the run
                 may have begun, and its place be taken. Returns what `meet` takes, "" if the run has not begun.
             rehearse: called if the turn does not come at once.
-            identify: called if there is a hub; returns the identity, see `Listen`.
+            identify: called if there is a hub; returns the identity, see `Listen`, and the digest of `Data`.
             elastic: whether hosts may come and go.
         """
         self.say(messages.Here())
@@ -181,7 +181,8 @@ class GuardedRank(Companion):
         if hub or not isinstance(told, messages.Turn):
             rehearse()  # before the others know of this one, and wait for it
             if hub:
-                self.meet(-1, hub, elsewhere=True, leaves=elastic, identity=identify())
+                identity, data = identify()
+                self.meet(-1, hub, elsewhere=True, leaves=elastic, identity=identity, data=data)
             self.turn, self.slots = self._receive(messages.Turn)
         else:
             self.turn = told
@@ -194,10 +195,12 @@ class GuardedRank(Companion):
         hub, _ = self._receive(messages.Listening)
         return f"{hub.port} {hub.token}"
 
-    def meet(self, rank: int, hub: str, elsewhere: bool, leaves: bool = False, identity: str = "") -> None:
+    def meet(
+        self, rank: int, hub: str, elsewhere: bool, leaves: bool = False, identity: str = "", data: str = ""
+    ) -> None:
         """Connect the guard to the hub, of which `hub` names host, port and token; rank -1 waits in reserve."""
         host, port, token = hub.split()
-        self.say(messages.Meet(rank, host, int(port), token, elsewhere, leaves, identity))
+        self.say(messages.Meet(rank, host, int(port), token, elsewhere, leaves, identity, data))
 
     def say(self, message: messages.FromTrainer) -> None:
         self._packets.send(message)

@@ -54,6 +54,7 @@ class Meet(NamedTuple):
     Attributes:
         leaves: whether the run goes on without a host that is told to stop.
         identity: see `Listen`.
+        data: see `Data`.
     """
 
     rank: int
@@ -63,6 +64,13 @@ class Meet(NamedTuple):
     elsewhere: bool
     leaves: bool = False
     identity: str = ""
+    data: str = ""
+
+
+class Data(NamedTuple):
+    """What rank 0 trains on, as a digest: that of reserves must be the same."""
+
+    digest: str
 
 
 class Ready(NamedTuple):
@@ -136,6 +144,7 @@ class Hello(NamedTuple):
         port: of the guard's keeper; 0 without one.
         host: its name.
         identity: see `Listen`; of those in reserve.
+        data: see `Data`; of those in reserve.
     """
 
     rank: int
@@ -144,6 +153,7 @@ class Hello(NamedTuple):
     port: int = 0
     host: str = ""
     identity: str = ""
+    data: str = ""
 
 
 class Broken(NamedTuple):
@@ -374,7 +384,7 @@ class Have(NamedTuple):
     copies: Sequence[tuple[int, int]]
 
 
-FromTrainer = Here | Listen | Meet | Ready | Leaving | Slots | Commit | Void | Loaded | Lost | Paused
+FromTrainer = Here | Listen | Data | Meet | Ready | Leaving | Slots | Commit | Void | Loaded | Lost | Paused
 ToTrainer = Wait | Turn | Listening | Kept | Pause | Leave
 FromGuard = Hello | Broken | Killed | Done | Final | Taken | Began | Paused | Leaves
 FromHub = Break | Go | Buddy | Pause | Stop | Refuse | StandIn | End

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megalite.runtime.recover.connections import Link
-from megalite.runtime.recover.messages import Copy
+from megalite.runtime.recover.messages import Copy, Refuse
+from megalite.runtime.recover.processes import say
 
 # Of one, and of several.
 LOST, LEAVES, JOINS = ("is lost", "are lost"), ("leaves", "leave"), ("joins", "join")
+
+# What is wrong with a host that the run has no use for.
+OTHER = "has other options or another version of megalite than the run: make them the same, and start it again"
+OTHER_DATA = "has other data than the run, or cannot open them: give every host the same files, and start it again"
 
 
 @dataclass
@@ -25,6 +31,7 @@ class Peer:
         kept: copies of other ranks, by rank.
         lent: all copies that its keeper can hand out, by layout and rank.
         leaves: whether its host was told to stop.
+        data: digest of what it would train on; "" if it has not said.
     """
 
     link: Link
@@ -36,6 +43,35 @@ class Peer:
     kept: dict[int, set[Copy]] | None = None
     lent: dict[tuple[int, int], set[Copy]] | None = None
     leaves: bool = False
+    data: str = ""
+
+
+class Failure(NamedTuple):
+    """First failure of a round that is broken.
+
+    Attributes:
+        rank: of the guard that has told of it; -1 where all trainers have paused, for ranks that come or go, or where
+            it has none.
+        dead: all ranks that have died in the round.
+        died: when it was told of, or the first trainer had paused, as `time.monotonic`.
+    """
+
+    rank: int
+    dead: set[int]
+    cause: str
+    died: float
+
+
+def has_other_data(peer: Peer, data: str) -> bool:
+    """Whether a guard has other data than the run, as far as both have said what they have."""
+    return peer.data != data and "" not in (peer.data, data)
+
+
+def refuse(peer: Peer, why: str) -> None:
+    """End a guard that asks to be in reserve, or is; `why` is for the user."""
+    peer.link.heard = lambda _: None
+    peer.link.send(Refuse(f"{peer.host} {why}"))
+    say(0, f"host {peer.host} is not taken in reserve: it {why}")
 
 
 def by_host(peers: Sequence[Peer]) -> list[Peer]:

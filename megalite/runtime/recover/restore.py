@@ -5,25 +5,38 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
+import os
 import socket
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megalite.core.base.errors import require
+from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger
+from megalite.core.base.redact import mask
 from megalite.core.build import build_engine
 from megalite.core.engine import Engine
 from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
-from megalite.core.mesh.rendezvous import RENDEZVOUS_TIMEOUT, join_store, store_host, under_torchrun
+from megalite.core.mesh.rendezvous import (
+    RENDEZVOUS_TIMEOUT,
+    join_store,
+    local_world_size,
+    store_address,
+    store_host,
+    under_torchrun,
+    world_size,
+)
 from megalite.core.rows import share_of
 from megalite.runtime.checkpoint.load import find_good
 from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.data import Samples
 from megalite.runtime.loop.run import Run
 from megalite.runtime.options.cli import to_yaml
 from megalite.runtime.options.run import Config
@@ -32,10 +45,13 @@ from megalite.runtime.recover.copies import Copies
 from megalite.runtime.recover.hub import LOOPBACK
 from megalite.runtime.recover.member import Companion, GuardedRank
 from megalite.runtime.recover.messages import Listen
+from megalite.runtime.start.inputs import digest_of, open_data, resolve_vocabulary
 from megalite.runtime.start.resume import Source
 
 # With --elastic: an address of IPv6 and a port take up to 60 bytes of `MAX_MESSAGE`.
 _MOST_RANKS = 2048
+# How another host joins the run: file of the run's folder, which `megalite join` reads.
+JOIN = "join.json"
 # Key of the launcher's store.
 _HUB = "megalite/hub"
 
@@ -69,9 +85,22 @@ def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None
             offer = companion.host(listen._replace(grow_after=cfg.run.grow_after, identity=identity_of(cfg)))
             if cfg.run.spare_ranks or cfg.run.elastic:
                 join_store()[0].set(_HUB, offer)
+            (cfg.run.folder / JOIN).unlink(missing_ok=True)  # an earlier start's
         offer = gather_texts(offer, ctx.world, ctx.device)[0]
         companion.meet(ctx.rank, f"{LOOPBACK if alone else store_host()} {offer}", elsewhere, cfg.run.elastic)
     companion.met = time.monotonic()
+
+
+def how_to_join(cfg: Config) -> str:
+    """Return what a host needs to join as those did that the launcher started, as JSON; "" if none can.
+
+    Without the hub's token, which is in the store: who reads the folder need not be able to read states.
+    """
+    if not (cfg.run.elastic and under_torchrun()):
+        return ""
+    nproc = local_world_size()
+    place = {"nproc": nproc, "nnodes": -(-(world_size() + cfg.run.spare_ranks) // nproc), **store_address()}
+    return json.dumps({**place, "directory": os.getcwd(), "command": sys.argv}, indent=1) + "\n"
 
 
 def identity_of(cfg: Config) -> str:
@@ -85,6 +114,27 @@ def identity_of(cfg: Config) -> str:
     for path in sorted(package.rglob("*.py")):
         total.update(f"{path.relative_to(package)} ".encode() + path.read_bytes())
     return total.hexdigest()[:16]
+
+
+def identify(cfg: Config, train_data: Samples | None = None, valid_data: Samples | None = None) -> tuple[str, str]:
+    """Return `identity_of`, and the digest of the data that this host would train on; both "" if any may come.
+
+    Data that cannot be opened are told of in a line, and have a digest that no others have: the hub refuses this host.
+    """
+    if not (identity := identity_of(cfg)):
+        return "", ""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        resolved, tokenizer = resolve_vocabulary(cfg, train_data is not None)
+        datasets = open_data(resolved, tokenizer, train_data, valid_data)
+        with contextlib.closing(datasets):
+            return identity, digest_of(datasets.identity())
+    except UserError as e:
+        print(mask(f"error: {e}"), file=sys.stderr, flush=True)
+        return identity, "none"
+    finally:
+        logger.setLevel(level)
 
 
 def _check_sizes(cfg: Config, ctx: ParallelContext) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 from megalite.core.base.errors import UserError, require
 from megalite.core.mesh.rendezvous import local_world_size
@@ -30,6 +31,11 @@ from megalite.runtime.data import (
 )
 from megalite.runtime.options.run import Config
 from megalite.runtime.places.downloads import bring_tree
+
+
+def digest_of(text: str) -> str:
+    """Return a short hash, to compare ranks by."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tokenizer | None]:

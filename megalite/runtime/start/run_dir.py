@@ -21,13 +21,13 @@ def make_run_dir(run_dir: Path) -> None:
         ) from None
 
 
-def write_config(run_dir: Path, text: str) -> None:
-    """Write config.yaml; an earlier run's file stays until the new one is completely on disk.
+def write_config(run_dir: Path, text: str, name: str = "config.yaml") -> None:
+    """Write config.yaml, or another file; an earlier run's file stays until the new one is completely on disk.
 
     Raises:
         UserError: it cannot be written.
     """
-    path, part = run_dir / "config.yaml", run_dir / ".config.yaml.part"
+    path, part = run_dir / name, run_dir / f".{name}.part"
     try:
         with part.open("w", encoding="utf-8") as f:
             f.write(text)

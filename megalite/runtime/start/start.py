@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 from functools import partial
@@ -51,7 +50,8 @@ from megalite.runtime.record.schedule_recorder import Recorder
 from megalite.runtime.recover import restore
 from megalite.runtime.recover.copies import Copies
 from megalite.runtime.recover.member import NOBODY, Companion
-from megalite.runtime.start.inputs import open_data, resolve_vocabulary
+from megalite.runtime.recover.messages import Data
+from megalite.runtime.start.inputs import digest_of, open_data, resolve_vocabulary
 from megalite.runtime.start.references import score_references
 from megalite.runtime.start.resume import Source, check_folders, choose_checkpoint, log_start, resume
 from megalite.runtime.start.run_dir import make_run_dir, write_config, write_pid
@@ -87,7 +87,7 @@ def open_run(
         check_equal(ctx, "the configuration", digest_of(text), "start every rank with the same flags and files")
         cfg.num_microbatches(ctx.dp.size)
         heartbeat.beat("set-up: data", patience=OWN)
-        datasets = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data)
+        datasets = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data, companion)
         heartbeat.beat("set-up: model", patience=OWN)
         engine = agree(ctx, lambda: restore.build(cfg, ctx, companion))
         engine.executor.observers = (heartbeat,)
@@ -105,6 +105,8 @@ def open_run(
         source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer, copies, companion)
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
         agree(ctx, lambda: write_config(run_dir, text) if ctx.rank == 0 else None)
+        if companion.round == 0 and ctx.rank == 0 and (how := restore.how_to_join(cfg)):
+            write_config(run_dir, how, restore.JOIN)
         checkpointer.take()
         if copies:
             agree(ctx, lambda: write_pid(run_dir, ctx.rank))
@@ -164,11 +166,14 @@ def _open_same_data(
     tokenizer: Tokenizer | None,
     train_data: Samples | None,
     valid_data: Samples | None,
+    companion: Companion,
 ) -> Datasets:
-    """Open the data, the same on all ranks."""
+    """Open the data, the same on all ranks; hosts that join later must have them, too."""
     datasets = agree(ctx, lambda: open_data(cfg, tokenizer, train_data, valid_data, (ctx.rank, ctx.world.size)))
     identity = agree(ctx, datasets.identity)
     check_equal(ctx, "the data", digest_of(identity), "give every host the same files")
+    if ctx.rank == 0:
+        companion.say(Data(digest_of(identity)))
     return datasets
 
 
@@ -204,11 +209,6 @@ def _record_start(run: Run, source: Source | None) -> None:
         return
     event, ranks = "resume" if source else "start", run.engine.ctx.world.size
     run.metrics.event(event, step=run.step, consumed_samples=run.consumed_samples, ranks=ranks, **origin)
-
-
-def digest_of(text: str) -> str:
-    """Return a short hash, for `check_equal`."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def continue_history(run: Run, source: Path) -> None:

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from megalite.core.mesh.grid import Grid
+from megalite.extras.plan.lost_hosts import grid_without
+from megalite.runtime.options import cli
+from megalite.runtime.options.fields import with_options
 from megalite.runtime.recover.hub import Hub
 from megalite.runtime.recover.messages import (
     Began,
@@ -56,12 +60,12 @@ class Guard:
         has: numbers of the copies that it can hand out, by layout and rank; its own among them.
     """
 
-    def __init__(self, hub: Hub, number: int, rank: int) -> None:
+    def __init__(self, hub: Hub, number: int, rank: int, data: str = "") -> None:
         self.peer, self.number, self.rank, self.layout = f"10.0.0.{number}", number, rank, 0
         self.has: Places = {}
         self.told: list[FromHub] = []
         self.heard: Any = None
-        hello = Hello(rank, hub.token, self.peer, number, f"node{number}", "same" if rank < 0 else "")
+        hello = Hello(rank, hub.token, self.peer, number, f"node{number}", "same" if rank < 0 else "", data)
         hub._introduce(self, hello)  # type: ignore[arg-type]
 
     def send(self, message: FromHub) -> None:
@@ -275,6 +279,19 @@ def test_spare_ranks_come_first(made: list[Run]) -> None:
     assert {number: (go.rank, go.world) for number, go in run.goes().items()} == {0: (0, 0), 2: (2, 0), 3: (1, 0)}
 
 
+@pytest.mark.parametrize(("unit", "fewest", "spares"), [(1, 0, 0), (2, 0, 1), (4, 0, 0), (2, 5, 0), (3, 0, 2)])
+def test_the_planner_says_what_the_hub_decides(made: list[Run], unit: int, fewest: int, spares: int) -> None:
+    world, run = 12, begin(made, 12, unit, fewest)
+    flags = f"--recover host --elastic --tp {unit} --num-heads 12 --hidden-size 96 --ffn-hidden-size 96 --seq-len 48"
+    options = {"min_ranks": fewest, "spare_ranks": spares, "global_batch_size": 48}
+    cfg = with_options(cli.parse(flags.split()).config, options)
+    run.guards += [Guard(run.hub, number, -1) for number in range(world, world + spares)]
+    for lost in range(1, world):
+        del run.hub._guards[world - lost]
+        left = grid_without(cfg, Grid.from_config(cfg.parallel, world), lost)
+        assert (left.world if left else 0) == run.hub._fitting()
+
+
 def test_a_host_and_the_one_that_keeps_its_copies(made: list[Run]) -> None:
     """Fewer ranks go on all the same, from the disk."""
     run = begin(made, 4, 1)
@@ -443,6 +460,18 @@ def test_a_host_with_other_options_is_refused(made: list[Run]) -> None:
     run.hub._identity = "other"
     assert isinstance(Guard(run.hub, 9, -1).told[-1], Refuse)
     assert run.hub._reserves == []
+
+
+def test_a_host_with_other_data_is_refused(made: list[Run]) -> None:
+    """Before rank 0 has said which data it has, and after."""
+    run = begin(made, 3, 1)
+    early, same = Guard(run.hub, 7, -1, "other"), Guard(run.hub, 8, -1, "ours")
+    assert not [guard for guard in (early, same) if guard.told]
+    run.hub.learn_data("ours")
+    late, silent = Guard(run.hub, 9, -1, "other"), Guard(run.hub, 10, -1)
+    assert [len(guard.told) for guard in (early, same, late, silent)] == [1, 0, 1, 0]
+    assert isinstance(early.told[0], Refuse)
+    assert [peer.host for peer in run.hub._reserves] == ["node8", "node10"]
 
 
 @pytest.mark.parametrize("together", [True, False])
