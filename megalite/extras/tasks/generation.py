@@ -1,24 +1,13 @@
-"""Greedy generation in any layout, and how its texts are filtered and judged, by lm-eval's rules.
-
-Each token takes a forward pass over the whole text before it, through the stages of the run: there is no cache of keys
-and values, so the cost grows with the square of the tokens. Stops and filters are those of lm-eval 0.4.13.
-"""
+"""How texts of a task end, are filtered and judged: by the rules of lm-eval 0.4.13."""
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from megalite.core.base.errors import require
-from megalite.core.mesh import collectives
-from megalite.core.mesh.context import ParallelContext
-from megalite.core.scoring import Scores
-from megalite.runtime.data.tokenizer import Tokenizer
 
 MATCH_OPTIONS = ("ignore_case", "ignore_punctuation", "ignore_numbers", "regexes_to_ignore")
 _MOST = 256
@@ -114,60 +103,3 @@ def _is_pattern(pattern: Any) -> bool:
         return isinstance(pattern, str) and bool(re.compile(pattern))
     except (re.error, RecursionError, OverflowError):
         return False
-
-
-@dataclass(frozen=True)
-class Request:
-    """A context to continue: its token ids, at least one, the stop texts, and the maximum number of new tokens."""
-
-    ids: list[int]
-    most: int
-    until: tuple[str, ...] = ()
-
-
-def write_texts(
-    requests: Sequence[Request],
-    tokenizer: Tokenizer | None,
-    ctx: ParallelContext,
-    score: Callable[[list[tuple[list[int], int]]], Scores | None],
-) -> list[str] | None:
-    """Continue contexts greedily; every rank calls it.
-
-    Args:
-        requests: the contexts, the same on every rank but for `until`, which rank 0 alone reads.
-        tokenizer: reads the new tokens, on rank 0.
-        ctx: this rank's axes.
-        score: scores documents, as `score_rows`; None if it was ended.
-
-    Returns:
-        The new texts, without their stops, on rank 0 (elsewhere empty ones); None if it was ended.
-    """
-    new: list[list[int]] = [[] for _ in requests]
-    texts = [""] * len(requests)
-    unfinished = list(range(len(requests)))
-    while unfinished:
-        # The place after the text is scored, with any id.
-        scores = score([([*requests[i].ids, *new[i], 0], 1) for i in unfinished])
-        if scores is None:
-            return None
-        ended = torch.zeros(len(unfinished), dtype=torch.int64, device=ctx.device)
-        for at, (i, token) in enumerate(zip(unfinished, scores.likeliest.tolist())):
-            new[i].append(token)
-            if tokenizer is not None:
-                texts[i], stopped = _read(tokenizer, new[i], requests[i].until)
-                ended[at] = stopped
-        collectives.broadcast(ended, ctx.world).wait()
-        going = zip(unfinished, ended.tolist())
-        unfinished = [i for i, stopped in going if not stopped and len(new[i]) < requests[i].most]
-    return texts
-
-
-def _read(tokenizer: Tokenizer, ids: list[int], until: tuple[str, ...]) -> tuple[str, bool]:
-    """Return the text of new tokens up to a stop, and whether there is one."""
-    ended = ids[-1] == tokenizer.eos_id
-    # The model may have more ids than the tokenizer.
-    whole = tokenizer.decode([i for i in ids[: len(ids) - ended] if i < tokenizer.vocab_size])
-    text = whole
-    for stop in until:
-        text = text.split(stop)[0]
-    return text, ended or text != whole

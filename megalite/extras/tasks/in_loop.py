@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +17,8 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.agree import agree, check_equal
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.scoring import Scores, rows_of_rank, score_rows
-from megalite.extras.tasks.generation import Request, write_texts
 from megalite.extras.tasks.read import Task, read_task
+from megalite.extras.tasks.writing import CachedTexts, Reader, Request, WholeTexts, has_cache, write_texts
 from megalite.runtime.data.scored import pack_scored, scored_rows
 from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.runtime.loop.run import Run
@@ -51,6 +52,7 @@ class EvalTasks:
         packs: numbers of the documents of each row.
         requests: what is to be continued, the same on every rank.
         tokenizer: reads what is written; on rank 0 only.
+        cached: whether texts are written with a cache of keys and values, where the layers have them.
     """
 
     asked: list[_Asked]
@@ -58,6 +60,7 @@ class EvalTasks:
     packs: list[list[int]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     tokenizer: Tokenizer | None = None
+    cached: bool = True
 
     def __call__(self, run: Run) -> None:
         started = time.perf_counter()
@@ -84,19 +87,17 @@ class EvalTasks:
         def score(documents: list[Document]) -> Scores | None:
             return self._score(run, documents, pack_scored(documents, run.engine.cfg.model.seq_len))
 
-        return write_texts(self.requests, self.tokenizer, run.engine.ctx, score)
+        run.engine.optimizer.wait_weights()
+        cached = self.cached and bool(self.requests)
+        reader: Reader = CachedTexts(run.engine, partial(_go_on, run)) if cached else WholeTexts(score)
+        return write_texts(self.requests, self.tokenizer, run.engine.ctx, reader)
 
     def _score(self, run: Run, documents: list[Document], packs: list[list[int]]) -> Scores | None:
         engine = run.engine
         engine.optimizer.wait_weights()
         size, seq_len = engine.cfg.train.micro_batch_size, engine.cfg.model.seq_len
-
-        def go_on() -> bool:
-            run.heartbeat.beat("evaluation of tasks", run.step, OWN)
-            return not run.stop_asked
-
         rows, owners = scored_rows(documents, rows_of_rank(engine, packs, size), seq_len)
-        return score_rows(engine, rows, owners, len(documents), size, go_on)
+        return score_rows(engine, rows, owners, len(documents), size, partial(_go_on, run))
 
     def metrics(self, scores: Scores, texts: Sequence[str] = ()) -> dict[str, float]:
         """Return {task/metric: value}, on rank 0."""
@@ -117,8 +118,8 @@ class EvalTasks:
             out |= {f"{asked.task.name}/{name}": value for name, value in found.items()}
         return out
 
-    def log_cost(self, run: Run) -> None:
-        """Log before the first step what an evaluation takes."""
+    def prepare(self, run: Run) -> None:
+        """Choose before the first step how texts are written, and log what an evaluation takes; on every rank."""
         cfg, tokens = run.engine.cfg, sum(len(ids) - 1 for ids, _ in self.documents)
         rows, every = len(self.packs), cfg.run.eval_every
         when = f"every {every} step{'s' * (every > 1)}" if every else "at the end"
@@ -133,10 +134,13 @@ class EvalTasks:
             )
         if self.requests:
             new = sum(request.most for request in self.requests)
-            logger.info(
-                f"--eval-tasks: {len(self.requests):,} texts to write, {new:,} new tokens at most, {when}: each token "
-                "takes a forward pass over its text"
-            )
+            logger.info(f"--eval-tasks: {len(self.requests):,} texts to write, {new:,} new tokens at most, {when}")
+            self.cached = has_cache(run.engine)
+
+
+def _go_on(run: Run) -> bool:
+    run.heartbeat.beat("evaluation of tasks", run.step, OWN)
+    return not run.stop_asked
 
 
 def open_tasks(cfg: Config, ctx: ParallelContext, companion: Companion = NOBODY) -> EvalTasks | None:
