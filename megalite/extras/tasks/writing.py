@@ -23,6 +23,7 @@ from megalite.core.pipeline.executor import Executor
 from megalite.core.pipeline.p2p import Channel
 from megalite.core.scoring import Scored, Scores, run_forward
 from megalite.extras.inference.cache import KeptTexts, without_keys
+from megalite.extras.tasks.new_text import NewText
 from megalite.runtime.data.tokenizer import Tokenizer
 
 _ROOM = 4
@@ -66,7 +67,7 @@ def write_texts(
         The new texts, without their stops, on rank 0 (elsewhere empty ones); None if it was ended.
     """
     new: list[list[int]] = [[] for _ in requests]
-    texts = [""] * len(requests)
+    texts = [NewText(tokenizer, request.until) for request in requests] if tokenizer is not None else []
     for wave in reader.waves(requests):
         unfinished = wave
         while unfinished:
@@ -76,24 +77,12 @@ def write_texts(
             ended = torch.zeros(len(unfinished), dtype=torch.int64, device=ctx.device)
             for at, (i, token) in enumerate(zip(unfinished, found)):
                 new[i].append(token)
-                if tokenizer is not None:
-                    texts[i], stopped = _read(tokenizer, new[i], requests[i].until)
-                    ended[at] = stopped
+                if texts:
+                    ended[at] = texts[i].add(token)
             collectives.broadcast(ended, ctx.world).wait()
             going = zip(unfinished, ended.tolist())
             unfinished = [i for i, stopped in going if not stopped and len(new[i]) < requests[i].most]
-    return texts
-
-
-def _read(tokenizer: Tokenizer, ids: list[int], until: tuple[str, ...]) -> tuple[str, bool]:
-    """Return the text of new tokens up to a stop, and whether there is one."""
-    ended = ids[-1] == tokenizer.eos_id
-    # The model may have more ids than the tokenizer.
-    whole = tokenizer.decode([i for i in ids[: len(ids) - ended] if i < tokenizer.vocab_size])
-    text = whole
-    for stop in until:
-        text = text.split(stop)[0]
-    return text, ended or text != whole
+    return [text.text() for text in texts] if texts else [""] * len(requests)
 
 
 @dataclass(frozen=True)
