@@ -14,6 +14,10 @@ _MOST = 256
 _REMEDY = "leave it out, or evaluate the checkpoint with megalite lm-eval"
 
 
+Filter = tuple[str, int, str]
+"""Pattern, number of the match, and the text where there is none."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """How a task's texts end and are judged.
@@ -21,24 +25,24 @@ class Generation:
     Attributes:
         until: texts that end one.
         most: maximum number of new tokens.
-        filters: (pattern, number of the match, text where none is) of each regex filter, in order.
+        pipelines: regex filters, in order, of each pipeline by its name; without any pipeline one of the name "".
         match: options of exact_match.
     """
 
     until: tuple[str, ...]
     most: int
-    filters: tuple[tuple[str, int, str], ...]
+    pipelines: dict[str, tuple[Filter, ...]]
     match: dict[str, Any]
 
-    def is_right(self, text: str, target: str) -> bool:
-        """Filter a text and compare it with the right answer."""
-        for pattern, number, fallback in self.filters:
-            found = re.findall(pattern, text)
-            match = found[number] if found else fallback
-            if isinstance(match, tuple):
-                match = next((group for group in match if group), fallback)
-            text = match.strip() if found else fallback
-        return self._bare(text) == self._bare(target)
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of its metrics, `exact_match,NAME` for a pipeline, as in lm-eval."""
+        return tuple(f"exact_match,{name}" if name else "exact_match" for name in self.pipelines)
+
+    def judged(self, text: str, target: str) -> dict[str, float]:
+        """Filter a text by each pipeline and compare it with the right answer: metric -> 1 or 0."""
+        found = (self._bare(_filtered(text, filters)) for filters in self.pipelines.values())
+        return {name: float(bare == self._bare(target)) for name, bare in zip(self.metrics, found)}
 
     def _bare(self, text: str) -> str:
         for pattern in self.match.get("regexes_to_ignore") or ():
@@ -48,6 +52,16 @@ class Generation:
         dropped = string.punctuation if self.match.get("ignore_punctuation") else ""
         dropped += string.digits if self.match.get("ignore_numbers") else ""
         return text.translate(str.maketrans("", "", dropped))
+
+
+def _filtered(text: str, filters: tuple[Filter, ...]) -> str:
+    for pattern, number, fallback in filters:
+        found = re.findall(pattern, text)
+        match = found[number] if found else fallback
+        if isinstance(match, tuple):
+            match = next((group for group in match if group), fallback)
+        text = match.strip() if found else fallback
+    return text
 
 
 def read_generation(given: str, content: dict[str, Any], delimiter: str) -> Generation:
@@ -71,17 +85,22 @@ def read_generation(given: str, content: dict[str, Any], delimiter: str) -> Gene
     patterns = match.get("regexes_to_ignore") or []
     fine = isinstance(patterns, list) and all(_is_pattern(pattern) for pattern in patterns)
     require(fine, given, "regexes_to_ignore is no list of patterns", "correct it")
-    return Generation(tuple(filter(None, until)), most, _filters(given, content.get("filter_list")), match)
+    return Generation(tuple(filter(None, until)), most, _pipelines(given, content.get("filter_list")), match)
 
 
-def _filters(given: str, pipelines: Any) -> tuple[tuple[str, int, str], ...]:
-    if not pipelines:
-        return ()
-    rule, out = "filter_list must be one pipeline of filters regex and take_first", []
-    one = isinstance(pipelines, list) and len(pipelines) == 1 and isinstance(pipelines[0], dict)
-    steps = pipelines[0].get("filter") if one else None
+def _pipelines(given: str, entries: Any) -> dict[str, tuple[Filter, ...]]:
+    if not entries:
+        return {"": ()}
+    fine = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    names = [entry.get("name") for entry in entries] if fine else []
+    fine = fine and all(isinstance(name, str) and name for name in names) and len({*names}) == len(names)
+    require(fine, given, "filter_list is no list of pipelines, each with its own name", "correct it")
+    return {entry["name"]: _filters(given, entry.get("filter")) for entry in entries}
+
+
+def _filters(given: str, steps: Any) -> tuple[Filter, ...]:
+    rule, out = "filter_list must have pipelines of filters regex and take_first", []
     require(isinstance(steps, list) and all(isinstance(step, dict) for step in steps), given, rule, _REMEDY)
-    assert isinstance(steps, list)
     for step in steps:
         known = {"regex": ("function", "regex_pattern", "group_select", "fallback"), "take_first": ("function",)}
         name = step.get("function")

@@ -74,7 +74,7 @@ class EvalTasks:
         figures = self.metrics(scores, texts)
         seconds = time.perf_counter() - started
         run.metrics.event("eval_tasks", step=run.step, **figures, seconds=seconds)
-        shown = " | ".join(f"{name} {value:.4f}" for name, value in figures.items() if not name.endswith("_stderr"))
+        shown = " | ".join(f"{name} {value:.4f}" for name, value in figures.items() if "_stderr" not in name)
         logger.info(f"tasks after step {run.step} | {shown} | {seconds:.1f} s")
 
     def score(self, run: Run) -> Scores | None:
@@ -113,8 +113,7 @@ class EvalTasks:
                 found = metrics_of(asked.task, asked.questions, answers)
             else:
                 pairs_of = zip(asked.written, asked.questions, strict=True)
-                rows = [{"exact_match": float(how.is_right(texts[i], q.target))} for i, q in pairs_of]
-                found = mean_of(asked.task, rows)
+                found = mean_of(how.metrics, [how.judged(texts[i], q.target) for i, q in pairs_of])
             out |= {f"{asked.task.name}/{name}": value for name, value in found.items()}
         return out
 
