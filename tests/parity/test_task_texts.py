@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import megalite
+from megalite.core.base.errors import UserError
 from megalite.extras.convert.hf import export_hf
+from megalite.extras.inference import command
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.extras.tasks.in_loop import open_tasks
 from tests.parity.task_files import COMMON, DOCS, TEXT
@@ -64,7 +66,7 @@ def wrote(rank: int, folder: str, name: str, task: str, options: dict[str, Any])
                 read[-1] += args[0].shape[0] * args[0].shape[1]
 
             hooks = [stage.register_forward_pre_hook(count) for stage in run.engine.stages.values()]
-            texts = tasks.write(run)
+            texts = tasks.write(run.engine, run.engine.cfg, lambda: True)
             assert texts is not None
             whole.append(texts)
             for hook in hooks:
@@ -120,3 +122,31 @@ def test_each_token_is_read_once(folder: Path) -> None:
     texts, _, read = wrote(0, str(folder), "once", "text", {})
     lengths = [len(f"and {doc['question']}".encode()[-(SEQ - 12) :]) for doc in DOCS]
     assert sum(lengths) + sum(map(len, texts)) < read < 4 * max(lengths) + max(0, *lengths) + 5 * 12
+
+
+CHOICES = """task: choices
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{options}}"
+doc_to_target: answer
+"""
+
+
+def test_a_checkpoint_has_the_figures_of_its_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = ["text", "many", "choices"]
+    (folder / "choices.yaml").write_text(CHOICES + COMMON.format(file=folder / "text.jsonl"))
+    with started(str(folder), "of_checkpoint", tasks) as run:
+        megalite.fit(run)
+    lines = [json.loads(line) for line in (folder / "of_checkpoint" / "metrics.jsonl").read_text().splitlines()]
+    (event,) = [line for line in lines if line.get("event") == "eval_tasks"]
+    files = [str(folder / f"{task}.yaml") for task in tasks]
+    capsys.readouterr()
+    command.evaluate([str(folder / "of_checkpoint"), "--device", "cpu", "--eval-tasks", *files])
+    found = json.loads(capsys.readouterr().out)
+    assert (found.pop("source"), found.pop("step")) == ("eval_tasks", 3)
+    assert found == {name: pytest.approx(value, rel=1e-5) for name, value in event.items() if "/" in name}
+    assert len(found) == 8
+    command.evaluate([str(folder / "of_checkpoint"), "--eval-tasks", files[0], "--eval-limit", "1"])
+    assert "text/exact_match_stderr" not in json.loads(capsys.readouterr().out)
+    with pytest.raises(UserError, match="--eval-limit 1: bounds tasks, and there are none"):
+        command.evaluate([str(folder / "of_checkpoint"), "--text", "a.txt", "--eval-limit", "1"])

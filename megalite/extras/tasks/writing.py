@@ -15,7 +15,7 @@ import torch
 
 from megalite.core.base.log import logger
 from megalite.core.batch import MicroBatch
-from megalite.core.engine import Engine
+from megalite.core.engine import Forward
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.options.step import StepConfig
@@ -104,13 +104,13 @@ class WholeTexts:
         return None if scores is None else scores.likeliest.tolist()
 
 
-def has_cache(engine: Engine[StepConfig]) -> bool:
+def has_cache(forward: Forward, cfg: StepConfig) -> bool:
     """Whether all layers of all ranks have keys and values to keep; every rank calls it. A line says why not."""
-    missing = without_keys(engine.stages.values())
-    without = torch.tensor([bool(missing)], dtype=torch.int32, device=engine.ctx.device)
-    collectives.all_reduce(without, engine.ctx.world).wait()
+    missing = without_keys(forward.stages.values())
+    without = torch.tensor([bool(missing)], dtype=torch.int32, device=forward.ctx.device)
+    collectives.all_reduce(without, forward.ctx.world).wait()
     # The scales of FP8 are of all tokens of a pass.
-    fp8 = engine.cfg.train.fp8 != "off"
+    fp8 = cfg.train.fp8 != "off"
     if fp8 or without.item():
         why = "--fp8 rounds tokens by those beside them" if fp8 else "some layers have a state of their own"
         logger.info(f"texts are written without a cache, each token by a pass over its whole text: {why}")
@@ -122,11 +122,13 @@ class CachedTexts:
     """Reads each token of a text once.
 
     Attributes:
-        engine: the model; its weights must have arrived.
+        forward: the model; its weights must have arrived.
+        cfg: its options.
         go_on: called before each pass, on every rank; where it returns False on one of them, all end.
     """
 
-    engine: Engine[StepConfig]
+    forward: Forward
+    cfg: StepConfig
     go_on: Callable[[], bool]
     _requests: Sequence[Request] = ()
     _rows: int = 0
@@ -137,12 +139,12 @@ class CachedTexts:
     @property
     def _groups(self) -> tuple[int, int]:
         """Ranks that share the texts, and micro-batches of each: a pipeline is full with as many as it has stages."""
-        return self.engine.ctx.batch.size, self.engine.ctx.pp.size
+        return self.forward.ctx.batch.size, self.forward.ctx.pp.size
 
     def waves(self, requests: Sequence[Request]) -> list[list[int]]:
         """Group requests of like length, the longest first, by what there is room for."""
         self._requests = requests
-        train, seq_len = self.engine.cfg.train, self.engine.cfg.model.seq_len
+        train, seq_len = self.cfg.train, self.cfg.model.seq_len
         order = sorted(range(len(requests)), key=lambda i: -self._length(i))
         waves = []
         while order:
@@ -164,11 +166,11 @@ class CachedTexts:
 
     def _begin(self, texts: Mapping[int, list[int]]) -> list[int] | None:
         """Read contexts in pieces of at most a micro-batch's tokens."""
-        (ranks, parts), cfg = self._groups, self.engine.cfg
+        (ranks, parts), cfg = self._groups, self.cfg
         cells = [(rank, part) for part in range(parts) for rank in range(ranks)]
         self._places = {i: (*cells[at % len(cells)], at // len(cells)) for at, i in enumerate(texts)}
         self._rows = self._padded(-(-len(texts) // len(cells)))
-        self._kept = KeptTexts(self.engine.stages.values(), max(map(self._length, texts)), cfg.model.seq_len)
+        self._kept = KeptTexts(self.forward.stages.values(), max(map(self._length, texts)), cfg.model.seq_len)
         longest = max(map(len, texts.values()))
         piece, found = max(cfg.train.micro_batch_size * cfg.model.seq_len // self._rows, 1), [0] * len(texts)
         for start in range(0, longest, piece):
@@ -190,19 +192,19 @@ class CachedTexts:
         if 2 * rows > self._rows:
             return
         for part in range(self._groups[1]):
-            mine = [self._places[i][2] for i in going.get((self.engine.ctx.batch.rank, part), ())]
+            mine = [self._places[i][2] for i in going.get((self.forward.ctx.batch.rank, part), ())]
             self._kept.keep(mine + [0] * (rows - len(mine)), part)
         self._rows = rows
         self._places = {i: (*cell, row) for cell, numbers in going.items() for row, i in enumerate(numbers)}
 
     def _padded(self, rows: int) -> int:
         """Return a number of rows whose tokens ranks of tp can share."""
-        cut = self.engine.ctx.tp.size if self.engine.cfg.sequence_parallel else 1
+        cut = self.forward.ctx.tp.size if self.cfg.sequence_parallel else 1
         return -(-rows // cut) * cut
 
     def _pass(self, texts: Mapping[int, list[int]], starts: Mapping[int, int], length: int) -> list[int] | None:
         """Run `length` tokens of each text from its start on; returns the next id of those that end there, else 0."""
-        ctx, kept = self.engine.ctx, self._kept
+        ctx, kept = self.forward.ctx, self._kept
         assert kept is not None
         found = torch.zeros(len(texts) + 1, dtype=torch.int64, device=ctx.device)
         found[-1] = not self.go_on()
@@ -224,17 +226,17 @@ class CachedTexts:
             batches.append(kept.next_piece(ids, at, ctx.device, targets_SB, part))
             answered.append([numbers[last] for last in sorted(numbers)])
         for scored in self._run(kept, batches):
-            if self.engine.owns_losses:
+            if self.forward.owns_losses:
                 found[answered[scored.microbatch]] = scored.values_3N[2].long()
         collectives.all_reduce(found, ctx.world).wait()
         *ids_of_texts, ended = found.tolist()
         return None if ended else ids_of_texts
 
     def _run(self, kept: KeptTexts, batches: Sequence[MicroBatch]) -> list[Scored]:
-        ctx, stages = self.engine.ctx, self.engine.stages
+        ctx, stages = self.forward.ctx, self.forward.stages
         message = next(iter(stages.values())).message(len(batches[0].tokens_SB), 1)
         executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
         # A compiled block would be compiled again for each length.
-        eager = torch.compiler.set_stance("force_eager") if self.engine.cfg.train.compile else nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if self.cfg.train.compile else nullcontext()
         with torch.no_grad(), kept.attending(), executor.observed_by(kept), eager:
-            return run_forward(replace(self.engine, executor=executor), batches)
+            return run_forward(replace(self.forward, executor=executor), batches)
