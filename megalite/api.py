@@ -104,7 +104,7 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
         run = open_run(cfg, ctx, train_data, valid_data, companion)
         if tasks is not None:
             run.tasks = tasks
-            tasks.log_cost(run)
+            tasks.prepare(run)
         memory.cfg, run.profiler.describe = run.engine.cfg, phase_table
         run.exit_stack = exit_stack.pop_all()
         return run

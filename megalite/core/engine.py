@@ -19,8 +19,17 @@ from megalite.core.sums import Counter
 C_co = TypeVar("C_co", bound=StepConfig, covariant=True)
 
 
+@dataclass
 class Forward:
-    """What runs forward: an `Engine`, or stages without an optimizer."""
+    """What runs forward: an `Engine`, or stages without an optimizer.
+
+    Attributes:
+        ctx: this rank's axes.
+        stages: this rank's pipeline stages by global index.
+        executor: runs programs over the stages.
+        schedule: schedule of a step with the largest batch.
+        unit_weights: gathers and releases weights where they are sharded.
+    """
 
     ctx: ParallelContext
     stages: dict[int, GPTStage]
@@ -44,25 +53,16 @@ class Engine(Forward, Generic[C_co]):
     """All that one rank needs to run training steps.
 
     Attributes:
-        cfg, ctx: the config (vocabulary resolved; of a run, all of it) and this rank's axes.
-        stages: this rank's pipeline stages by global index.
-        executor: runs programs over the stages.
-        schedule: schedule of a step with the largest batch.
+        cfg: the config (vocabulary resolved; of a run, all of it).
         eval_program: this rank's forward operations of that schedule.
         optimizer, scaler: optimizer and loss scale.
-        unit_weights: gathers and releases weights where they are sharded.
         counters: what parts count in a step.
     """
 
     cfg: C_co
-    ctx: ParallelContext
-    stages: dict[int, GPTStage]
-    executor: Executor
-    schedule: Schedule
     eval_program: Program
     optimizer: DistributedOptimizer
     scaler: LossScaler
-    unit_weights: UnitWeights
     counters: Sequence[Counter] = ()
 
     @property

@@ -19,6 +19,7 @@ from megalite.extras.prepare.preprocess import preprocess
 from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.data.scored import pack_scored, scored_rows
 from tests.parity import jobs
+from tests.parity.task_files import COMMON, DOCS
 from tests.unit.checkpoint import hf_models
 from tests.workers import WorkerPool
 
@@ -120,7 +121,6 @@ def test_all_ranks_end_when_one_is_asked_to(pool: WorkerPool, tmp_path: Path) ->
 
 # ------------------------------------------------------------------------------------------------------------ a run
 
-COMMON = "dataset_path: json\ndataset_kwargs:\n  data_files: {{test: {file}}}\ntest_split: test\n"
 CHOICES = """task: choices
 output_type: multiple_choice
 doc_to_text: "{{question}}"
@@ -141,8 +141,6 @@ output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{question * 9}}"
 """
-SUBJECTS = ["the sea", "tea is cheap and the ", "d", "", "is deep and the tea is cheap. the sea is deep and"]
-DOCS = [{"question": s, "options": [" deep", " cheap and", " é"], "answer": i % 3} for i, s in enumerate(SUBJECTS)]
 SEQ = 48
 
 
@@ -325,53 +323,3 @@ def test_tasks_need_a_tokenizer(folder: Path) -> None:
     with pytest.raises(UserError, match=rf"--eval-tasks .*ends.yaml: {rule}"):
         megalite.start(cfg)
     assert not (folder / "none").exists()
-
-
-TEXT = """task: text
-output_type: generate_until
-doc_to_text: "and {{question}}"
-doc_to_target: "{{options[0]}}"
-generation_kwargs: {until: ["e", "\\n\\n"], max_gen_toks: 12, do_sample: false}
-metric_list: [{metric: exact_match}]
-"""
-
-
-def wrote(rank: int, folder: str, parallel: dict[str, Any]) -> list[str]:
-    """The texts that a run writes after a step, on rank 0."""
-    from megalite.extras.tasks.in_loop import open_tasks
-
-    options: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
-    options["ffn_hidden_size"] = 48
-    options |= {"seq_len": SEQ, "data": f"{folder}/a", "split": "1,0,0", "tokenizer": "bytes", "device": "cpu"}
-    options |= {"train_steps": 3, "lr": 2e-2, "global_batch_size": 4, "micro_batch_size": 1, "eval_steps": 0}
-    name = "_".join(parallel) or "alone"
-    options |= {"eval_tasks": [f"{folder}/text.yaml"], "run_dir": f"{folder}/wrote_{name}"}
-    with megalite.start(megalite.configure(**options, **parallel)) as run:
-        megalite.fit(run)
-        tasks = open_tasks(run.engine.cfg, run.engine.ctx)
-        assert tasks is not None
-        texts = tasks.write(run)
-        assert texts is not None
-        return texts
-
-
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"zero": 3}, {"cp": 2}], ids=str)
-def test_texts_are_those_of_transformers(pool: WorkerPool, folder: Path, parallel: dict[str, Any]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    (folder / "text.yaml").write_text(TEXT + COMMON.format(file=folder / "docs.jsonl"))
-    found = pool.run(2, wrote, str(folder), parallel)[0]
-    at = folder / f"wrote_{'_'.join(parallel)}"
-    export_hf(at / "checkpoints" / "step_00000003", at / "hf", tokenizer="bytes")
-    model = AutoModelForCausalLM.from_pretrained(at / "hf", dtype=torch.float32)
-    expected = []
-    for doc in DOCS:
-        ids = torch.tensor([list(f"and {doc['question']}".encode())[-(SEQ - 12) :]])
-        out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=256)[0, ids.shape[1] :].tolist()
-        text = bytes(i for i in out if i < 256).decode(errors="replace")
-        expected.append(text.split("e")[0].split("\n\n")[0])
-    assert found == expected
-    lines = [json.loads(line) for line in (at / "metrics.jsonl").read_text().splitlines()]
-    (event,) = [line for line in lines if line.get("event") == "eval_tasks"]
-    right = [text == " deep" for text in expected]
-    assert event["text/exact_match"] == pytest.approx(np.mean(right))

@@ -15,6 +15,7 @@ from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference import command
 from megalite.extras.inference.lm_eval import run_tasks
 from megalite.extras.prepare.preprocess import preprocess
+from tests.parity.task_files import COMMON, DOCS, TEXT
 from tests.workers import WorkerPool
 
 MISSING = [name for name in ("lm_eval", "accelerate") if importlib.util.find_spec(name) is None]
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING
 
 TASKS = ("choices", "rolling", "text", "shots")
 IN_TRAINING = ("choices", "rolling", "shots", "ends")
-COMMON = "dataset_path: json\ndataset_kwargs:\n  data_files: {{test: {file}}}\ntest_split: test\n"
 CHOICES = """task: choices
 output_type: multiple_choice
 doc_to_text: "{{question}}"
@@ -35,13 +35,6 @@ output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{question * 9}}"
 metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
-"""
-TEXT = """task: text
-output_type: generate_until
-doc_to_text: "and {{question}}"
-doc_to_target: "{{options[0]}}"
-generation_kwargs: {until: ["e", "\\n\\n"], max_gen_toks: 12, do_sample: false}
-metric_list: [{metric: exact_match}]
 """
 SHOTS = """task: shots
 output_type: multiple_choice
@@ -69,9 +62,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = folder / "a.txt"
     text.write_text("the sea is deep and the tea is cheap. " * 60)
     preprocess([str(text)], "bytes", str(folder / "a"))
-    subjects = ["the sea", "tea is cheap and the ", "d", "", "is deep and the tea is cheap. the sea is deep and"]
-    docs = [{"question": s, "options": [" deep", " cheap and", " é"], "answer": i % 3} for i, s in enumerate(subjects)]
-    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in DOCS))
     (folder / "tasks").mkdir()
     for name, body in zip((*TASKS, "ends"), (CHOICES, ROLLING, TEXT, SHOTS, ENDS)):
         (folder / "tasks" / f"{name}.yaml").write_text(body + COMMON.format(file=folder / "docs.jsonl"))

@@ -102,12 +102,20 @@ def evaluate(argv: Sequence[str]) -> None:
     source.add_argument("--data", metavar="PREFIX", nargs="+", help=tokens)
     texts = "text files, folders or globs, as for megalite preprocess; also gives bits per byte"
     source.add_argument("--text", metavar="PATH", nargs="+", help=texts)
+    tasks = "tasks in the form of lm-eval's YAML files, with local data, as --eval-tasks of megalite train evaluates"
+    source.add_argument("--eval-tasks", metavar="FILE", nargs="+", help=tasks)
+    limit = "with --eval-tasks: evaluate the first N documents of each (default: all)"
+    parser.add_argument("--eval-limit", type=int, metavar="N", default=0, help=limit)
     parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
     parser.add_argument("--max-tokens", type=int, default=1_000_000, help="most tokens of a source (default 1,000,000)")
     parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
     in_range(args, "max_tokens", 2, 10**12)
+    in_range(args, "eval_limit", 0, 10**12)
+    if args.eval_limit and not args.eval_tasks:
+        rule, remedy = "bounds tasks, and there are none", "give --eval-tasks FILE, or drop it"
+        raise UserError(f"--eval-limit {args.eval_limit}", rule, remedy)
     setup_logging()
     # What follows imports torch.
     from megalite.core.mesh.device import pick_device
@@ -115,13 +123,17 @@ def evaluate(argv: Sequence[str]) -> None:
     from megalite.extras.inference.load import load_model
 
     model = load_model(args.path, pick_device(args.device), args.tokenizer)
-    if model.tokenizer is None and args.text:
+    if model.tokenizer is None and (args.text or args.eval_tasks):
         raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
     if model.tokenizer is None:
         logger.warning(f"the tokenizer of {args.path} is unknown: whether it made the data is not checked")
     elif args.data:
         check_tokenizer_matches(args.data, model.tokenizer)
-    if args.data:
+    if args.eval_tasks:
+        from megalite.extras.tasks.of_checkpoint import evaluate_tasks
+
+        results = [evaluate_tasks(model, args.eval_tasks, args.eval_limit)]
+    elif args.data:
         results = [evaluate_data(model, prefix, args.max_tokens) for prefix in args.data]
     else:
         results = [evaluate_text(model, path, args.key, args.max_tokens) for path in args.text]

@@ -6,7 +6,7 @@ Rank 0 sends requests to the others; data-parallel ranks split the rows. Shapes:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,6 @@ from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.executor import Executor, forward_program
 from megalite.core.pipeline.p2p import Channel
-from megalite.core.pipeline.schedule import Schedule
 from megalite.core.rows import share_of
 from megalite.core.scoring import rows_of_rank, score_rows
 from megalite.extras.inference.load import Weights
@@ -179,7 +178,8 @@ class Scorer:
         length = -(-max(len(ids) - 1 for ids, _ in documents) // tp) * tp
         packs = pack_scored(documents, length)
         size = min(self.cfg.train.micro_batch_size, -(-len(packs) // (ctx.dp.size * ctx.pp.size)))
-        forward = _Forward(ctx, {self._index: self._stage}, self._executor(length, size, self._stage), self._schedule)
+        executor = self._executor(length, size, self._stage)
+        forward = Forward(ctx, {self._index: self._stage}, executor, self._schedule, UnitWeights([], []))
         rows, owners = scored_rows(documents, rows_of_rank(forward, packs, size), length)
         scores = score_rows(forward, rows, owners, len(documents), size)
         assert scores is not None
@@ -204,17 +204,6 @@ class Scorer:
             out[mine] = torch.cat(stage.answers)
         collectives.all_reduce(out, ctx.world).wait()
         return out
-
-
-@dataclass(frozen=True)
-class _Forward(Forward):
-    """A stage without an optimizer."""
-
-    ctx: ParallelContext
-    stages: dict[int, GPTStage]
-    executor: Executor
-    schedule: Schedule
-    unit_weights: UnitWeights = field(default_factory=lambda: UnitWeights([], []))
 
 
 class _AnswerStage(torch.nn.Module):

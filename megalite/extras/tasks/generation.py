@@ -1,28 +1,21 @@
-"""Greedy generation in any layout, and how its texts are filtered and judged, by lm-eval's rules.
-
-Each token takes a forward pass over the whole text before it, through the stages of the run: there is no cache of keys
-and values, so the cost grows with the square of the tokens. Stops and filters are those of lm-eval 0.4.13.
-"""
+"""How texts of a task end, are filtered and judged: by the rules of lm-eval 0.4.13."""
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from megalite.core.base.errors import require
-from megalite.core.mesh import collectives
-from megalite.core.mesh.context import ParallelContext
-from megalite.core.scoring import Scores
-from megalite.runtime.data.tokenizer import Tokenizer
 
 MATCH_OPTIONS = ("ignore_case", "ignore_punctuation", "ignore_numbers", "regexes_to_ignore")
 _MOST = 256
 _REMEDY = "leave it out, or evaluate the checkpoint with megalite lm-eval"
+
+
+Filter = tuple[str, int, str]
+"""Pattern, number of the match, and the text where there is none."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +25,24 @@ class Generation:
     Attributes:
         until: texts that end one.
         most: maximum number of new tokens.
-        filters: (pattern, number of the match, text where none is) of each regex filter, in order.
+        pipelines: regex filters, in order, of each pipeline by its name; without any pipeline one of the name "".
         match: options of exact_match.
     """
 
     until: tuple[str, ...]
     most: int
-    filters: tuple[tuple[str, int, str], ...]
+    pipelines: dict[str, tuple[Filter, ...]]
     match: dict[str, Any]
 
-    def is_right(self, text: str, target: str) -> bool:
-        """Filter a text and compare it with the right answer."""
-        for pattern, number, fallback in self.filters:
-            found = re.findall(pattern, text)
-            match = found[number] if found else fallback
-            if isinstance(match, tuple):
-                match = next((group for group in match if group), fallback)
-            text = match.strip() if found else fallback
-        return self._bare(text) == self._bare(target)
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of its metrics, `exact_match,NAME` for a pipeline, as in lm-eval."""
+        return tuple(f"exact_match,{name}" if name else "exact_match" for name in self.pipelines)
+
+    def judged(self, text: str, target: str) -> dict[str, float]:
+        """Filter a text by each pipeline and compare it with the right answer: metric -> 1 or 0."""
+        found = (self._bare(_filtered(text, filters)) for filters in self.pipelines.values())
+        return {name: float(bare == self._bare(target)) for name, bare in zip(self.metrics, found)}
 
     def _bare(self, text: str) -> str:
         for pattern in self.match.get("regexes_to_ignore") or ():
@@ -59,6 +52,16 @@ class Generation:
         dropped = string.punctuation if self.match.get("ignore_punctuation") else ""
         dropped += string.digits if self.match.get("ignore_numbers") else ""
         return text.translate(str.maketrans("", "", dropped))
+
+
+def _filtered(text: str, filters: tuple[Filter, ...]) -> str:
+    for pattern, number, fallback in filters:
+        found = re.findall(pattern, text)
+        match = found[number] if found else fallback
+        if isinstance(match, tuple):
+            match = next((group for group in match if group), fallback)
+        text = match.strip() if found else fallback
+    return text
 
 
 def read_generation(given: str, content: dict[str, Any], delimiter: str) -> Generation:
@@ -82,17 +85,22 @@ def read_generation(given: str, content: dict[str, Any], delimiter: str) -> Gene
     patterns = match.get("regexes_to_ignore") or []
     fine = isinstance(patterns, list) and all(_is_pattern(pattern) for pattern in patterns)
     require(fine, given, "regexes_to_ignore is no list of patterns", "correct it")
-    return Generation(tuple(filter(None, until)), most, _filters(given, content.get("filter_list")), match)
+    return Generation(tuple(filter(None, until)), most, _pipelines(given, content.get("filter_list")), match)
 
 
-def _filters(given: str, pipelines: Any) -> tuple[tuple[str, int, str], ...]:
-    if not pipelines:
-        return ()
-    rule, out = "filter_list must be one pipeline of filters regex and take_first", []
-    one = isinstance(pipelines, list) and len(pipelines) == 1 and isinstance(pipelines[0], dict)
-    steps = pipelines[0].get("filter") if one else None
+def _pipelines(given: str, entries: Any) -> dict[str, tuple[Filter, ...]]:
+    if not entries:
+        return {"": ()}
+    fine = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    names = [entry.get("name") for entry in entries] if fine else []
+    fine = fine and all(isinstance(name, str) and name for name in names) and len({*names}) == len(names)
+    require(fine, given, "filter_list is no list of pipelines, each with its own name", "correct it")
+    return {entry["name"]: _filters(given, entry.get("filter")) for entry in entries}
+
+
+def _filters(given: str, steps: Any) -> tuple[Filter, ...]:
+    rule, out = "filter_list must have pipelines of filters regex and take_first", []
     require(isinstance(steps, list) and all(isinstance(step, dict) for step in steps), given, rule, _REMEDY)
-    assert isinstance(steps, list)
     for step in steps:
         known = {"regex": ("function", "regex_pattern", "group_select", "fallback"), "take_first": ("function",)}
         name = step.get("function")
@@ -114,60 +122,3 @@ def _is_pattern(pattern: Any) -> bool:
         return isinstance(pattern, str) and bool(re.compile(pattern))
     except (re.error, RecursionError, OverflowError):
         return False
-
-
-@dataclass(frozen=True)
-class Request:
-    """A context to continue: its token ids, at least one, the stop texts, and the maximum number of new tokens."""
-
-    ids: list[int]
-    most: int
-    until: tuple[str, ...] = ()
-
-
-def write_texts(
-    requests: Sequence[Request],
-    tokenizer: Tokenizer | None,
-    ctx: ParallelContext,
-    score: Callable[[list[tuple[list[int], int]]], Scores | None],
-) -> list[str] | None:
-    """Continue contexts greedily; every rank calls it.
-
-    Args:
-        requests: the contexts, the same on every rank but for `until`, which rank 0 alone reads.
-        tokenizer: reads the new tokens, on rank 0.
-        ctx: this rank's axes.
-        score: scores documents, as `score_rows`; None if it was ended.
-
-    Returns:
-        The new texts, without their stops, on rank 0 (elsewhere empty ones); None if it was ended.
-    """
-    new: list[list[int]] = [[] for _ in requests]
-    texts = [""] * len(requests)
-    unfinished = list(range(len(requests)))
-    while unfinished:
-        # The place after the text is scored, with any id.
-        scores = score([([*requests[i].ids, *new[i], 0], 1) for i in unfinished])
-        if scores is None:
-            return None
-        ended = torch.zeros(len(unfinished), dtype=torch.int64, device=ctx.device)
-        for at, (i, token) in enumerate(zip(unfinished, scores.likeliest.tolist())):
-            new[i].append(token)
-            if tokenizer is not None:
-                texts[i], stopped = _read(tokenizer, new[i], requests[i].until)
-                ended[at] = stopped
-        collectives.broadcast(ended, ctx.world).wait()
-        going = zip(unfinished, ended.tolist())
-        unfinished = [i for i, stopped in going if not stopped and len(new[i]) < requests[i].most]
-    return texts
-
-
-def _read(tokenizer: Tokenizer, ids: list[int], until: tuple[str, ...]) -> tuple[str, bool]:
-    """Return the text of new tokens up to a stop, and whether there is one."""
-    ended = ids[-1] == tokenizer.eos_id
-    # The model may have more ids than the tokenizer.
-    whole = tokenizer.decode([i for i in ids[: len(ids) - ended] if i < tokenizer.vocab_size])
-    text = whole
-    for stop in until:
-        text = text.split(stop)[0]
-    return text, ended or text != whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,14 @@ import torch
 
 from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger
+from megalite.core.engine import Forward
 from megalite.core.mesh import collectives
 from megalite.core.mesh.agree import agree, check_equal
 from megalite.core.mesh.context import ParallelContext
+from megalite.core.options.step import StepConfig
 from megalite.core.scoring import Scores, rows_of_rank, score_rows
-from megalite.extras.tasks.generation import Request, write_texts
 from megalite.extras.tasks.read import Task, read_task
+from megalite.extras.tasks.writing import CachedTexts, Reader, Request, WholeTexts, has_cache, write_texts
 from megalite.runtime.data.scored import pack_scored, scored_rows
 from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.runtime.loop.run import Run
@@ -51,6 +53,7 @@ class EvalTasks:
         packs: numbers of the documents of each row.
         requests: what is to be continued, the same on every rank.
         tokenizer: reads what is written; on rank 0 only.
+        cached: whether texts are written with a cache of keys and values, where the layers have them.
     """
 
     asked: list[_Asked]
@@ -58,45 +61,63 @@ class EvalTasks:
     packs: list[list[int]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     tokenizer: Tokenizer | None = None
+    cached: bool = True
 
     def __call__(self, run: Run) -> None:
         started = time.perf_counter()
-        scores = self.score(run)
-        texts = self.write(run) if scores is not None else None
-        if scores is None or texts is None:
-            logger.info("a rank was asked to stop: --eval-tasks ends without figures")
-            return
-        if run.engine.ctx.rank != 0:
-            return
-        figures = self.metrics(scores, texts)
-        seconds = time.perf_counter() - started
-        run.metrics.event("eval_tasks", step=run.step, **figures, seconds=seconds)
-        shown = " | ".join(f"{name} {value:.4f}" for name, value in figures.items() if not name.endswith("_stderr"))
-        logger.info(f"tasks after step {run.step} | {shown} | {seconds:.1f} s")
-
-    def score(self, run: Run) -> Scores | None:
-        """Score all documents with the weights as they are; None if a rank was asked to stop meanwhile."""
-        return self._score(run, self.documents, self.packs)
-
-    def write(self, run: Run) -> list[str] | None:
-        """Continue the contexts of all requests, in rank 0's answer; None if a rank was asked to stop meanwhile."""
-
-        def score(documents: list[Document]) -> Scores | None:
-            return self._score(run, documents, pack_scored(documents, run.engine.cfg.model.seq_len))
-
-        return write_texts(self.requests, self.tokenizer, run.engine.ctx, score)
-
-    def _score(self, run: Run, documents: list[Document], packs: list[list[int]]) -> Scores | None:
-        engine = run.engine
-        engine.optimizer.wait_weights()
-        size, seq_len = engine.cfg.train.micro_batch_size, engine.cfg.model.seq_len
 
         def go_on() -> bool:
             run.heartbeat.beat("evaluation of tasks", run.step, OWN)
             return not run.stop_asked
 
-        rows, owners = scored_rows(documents, rows_of_rank(engine, packs, size), seq_len)
-        return score_rows(engine, rows, owners, len(documents), size, go_on)
+        run.engine.optimizer.wait_weights()
+        figures = self.figures(run.engine, run.engine.cfg, go_on)
+        if figures is None:
+            logger.info("a rank was asked to stop: --eval-tasks ends without figures")
+            return
+        if run.engine.ctx.rank != 0:
+            return
+        seconds = time.perf_counter() - started
+        run.metrics.event("eval_tasks", step=run.step, **figures, seconds=seconds)
+        shown = " | ".join(f"{name} {value:.4f}" for name, value in figures.items() if "_stderr" not in name)
+        logger.info(f"tasks after step {run.step} | {shown} | {seconds:.1f} s")
+
+    def figures(self, forward: Forward, cfg: StepConfig, go_on: Callable[[], bool]) -> dict[str, float] | None:
+        """Evaluate the tasks; every rank calls it.
+
+        Args:
+            forward: the model; its weights must have arrived.
+            cfg: its options.
+            go_on: called before each pass, on every rank; where it returns False on one of them, all end.
+
+        Returns:
+            {task/metric: value} on rank 0, elsewhere nothing of use; None if the evaluation was ended.
+        """
+        scores = self._score(forward, cfg, go_on, self.documents, self.packs)
+        texts = None if scores is None else self.write(forward, cfg, go_on)
+        return None if scores is None or texts is None else self.metrics(scores, texts)
+
+    def write(self, forward: Forward, cfg: StepConfig, go_on: Callable[[], bool]) -> list[str] | None:
+        """Continue the contexts of all requests, in rank 0's answer; see `figures`."""
+
+        def score(documents: list[Document]) -> Scores | None:
+            return self._score(forward, cfg, go_on, documents, pack_scored(documents, cfg.model.seq_len))
+
+        cached = self.cached and bool(self.requests)
+        reader: Reader = CachedTexts(forward, cfg, go_on) if cached else WholeTexts(score)
+        return write_texts(self.requests, self.tokenizer, forward.ctx, reader)
+
+    @staticmethod
+    def _score(
+        forward: Forward,
+        cfg: StepConfig,
+        go_on: Callable[[], bool],
+        documents: list[Document],
+        packs: list[list[int]],
+    ) -> Scores | None:
+        size = cfg.train.micro_batch_size
+        rows, owners = scored_rows(documents, rows_of_rank(forward, packs, size), cfg.model.seq_len)
+        return score_rows(forward, rows, owners, len(documents), size, go_on)
 
     def metrics(self, scores: Scores, texts: Sequence[str] = ()) -> dict[str, float]:
         """Return {task/metric: value}, on rank 0."""
@@ -112,13 +133,12 @@ class EvalTasks:
                 found = metrics_of(asked.task, asked.questions, answers)
             else:
                 pairs_of = zip(asked.written, asked.questions, strict=True)
-                rows = [{"exact_match": float(how.is_right(texts[i], q.target))} for i, q in pairs_of]
-                found = mean_of(asked.task, rows)
+                found = mean_of(how.metrics, [how.judged(texts[i], q.target) for i, q in pairs_of])
             out |= {f"{asked.task.name}/{name}": value for name, value in found.items()}
         return out
 
-    def log_cost(self, run: Run) -> None:
-        """Log before the first step what an evaluation takes."""
+    def prepare(self, run: Run) -> None:
+        """Choose before the first step how texts are written, and log what an evaluation takes; on every rank."""
         cfg, tokens = run.engine.cfg, sum(len(ids) - 1 for ids, _ in self.documents)
         rows, every = len(self.packs), cfg.run.eval_every
         when = f"every {every} step{'s' * (every > 1)}" if every else "at the end"
@@ -133,10 +153,8 @@ class EvalTasks:
             )
         if self.requests:
             new = sum(request.most for request in self.requests)
-            logger.info(
-                f"--eval-tasks: {len(self.requests):,} texts to write, {new:,} new tokens at most, {when}: each token "
-                "takes a forward pass over its text"
-            )
+            logger.info(f"--eval-tasks: {len(self.requests):,} texts to write, {new:,} new tokens at most, {when}")
+            self.cached = has_cache(run.engine, run.engine.cfg)
 
 
 def open_tasks(cfg: Config, ctx: ParallelContext, companion: Companion = NOBODY) -> EvalTasks | None:
@@ -153,7 +171,7 @@ def open_tasks(cfg: Config, ctx: ParallelContext, companion: Companion = NOBODY)
     if not cfg.run.eval_tasks or companion.turn.go.gave_up:
         return None
     try:
-        prepared = agree(ctx, lambda: _prepare(cfg) if ctx.rank == 0 else EvalTasks([], []))
+        prepared = agree(ctx, lambda: _prepare_of_run(cfg) if ctx.rank == 0 else EvalTasks([], []))
     except UserError as e:
         if companion.round == 0:
             raise
@@ -163,27 +181,42 @@ def open_tasks(cfg: Config, ctx: ParallelContext, companion: Companion = NOBODY)
     documents = _shared(prepared.documents, ctx)
     # A request is its context, and its number of new tokens.
     requests = [Request(ids, most) for ids, most in _shared([(r.ids, r.most) for r in prepared.requests], ctx)]
-    packs = pack_scored(documents, cfg.model.seq_len) if documents else []
+    packs = _packs(documents, cfg.model.seq_len)
     return EvalTasks(prepared.asked, documents, packs, prepared.requests or requests, prepared.tokenizer)
 
 
-def _prepare(cfg: Config) -> EvalTasks:
-    # Here: it loads jinja2, a hundredth of a rank's start, which a run without tasks need not pay.
-    from megalite.extras.tasks.requests import documents_of, questions
-
-    files, longest = cfg.run.eval_tasks, cfg.model.seq_len
+def _prepare_of_run(cfg: Config) -> EvalTasks:
+    files = cfg.run.eval_tasks
     given, rule = f"--eval-tasks {files[0]}", "texts of tasks become tokens by the run's tokenizer, and there is none"
     if (name := cfg.data.tokenizer) is None:
         raise UserError(given, rule, "give --tokenizer, the one that the data was made with")
     bring_tree(name, cfg.run.cache_dir)
-    tokenizer = load_tokenizer(str(cfg.local_data.tokenizer))
+    return prepare(files, cfg.run.eval_limit, load_tokenizer(str(cfg.local_data.tokenizer)), cfg.model.seq_len)
+
+
+def prepare(files: Sequence[str], limit: int, tokenizer: Tokenizer, longest: int) -> EvalTasks:
+    """Read tasks and encode their requests, in one process.
+
+    Args:
+        files: their YAML files.
+        limit: number of documents of each that are evaluated; 0: all.
+        tokenizer: tokenizer of the model.
+        longest: most tokens that the model reads at once.
+
+    Raises:
+        UserError: a task cannot be read or used.
+    """
+    # Here: it loads jinja2, a hundredth of a rank's start, which a run without tasks need not pay.
+    from megalite.extras.tasks.requests import documents_of, questions
+
+    given = f"--eval-tasks {files[0]}"
     rule = f"tokenizer {tokenizer.path} has no end of text, which separates documents"
     require(tokenizer.eos_id is not None, given, rule, "use a tokenizer that has one")
     asked: list[_Asked] = []
     documents: list[Document] = []
     requests: list[Request] = []
     for file in files:
-        task = read_task(file, cfg.run.eval_limit)
+        task = read_task(file, limit)
         rule = f"another file has a task of the name {task.name}"
         require(task.name not in [a.task.name for a in asked], f"--eval-tasks {file}", rule, "rename one of them")
         asked.append(_Asked(task, questions(task)))
@@ -201,7 +234,11 @@ def _prepare(cfg: Config) -> EvalTasks:
                 documents += parts
     rule = "none of its documents has a token to score"
     require(bool(documents or requests), given, rule, "use files with texts")
-    return EvalTasks(asked, documents, [], requests, tokenizer)
+    return EvalTasks(asked, documents, _packs(documents, longest), requests, tokenizer)
+
+
+def _packs(documents: Sequence[Document], longest: int) -> list[list[int]]:
+    return pack_scored(documents, longest) if documents else []
 
 
 def _shared(documents: Sequence[Document], ctx: ParallelContext) -> list[Document]:

@@ -265,19 +265,20 @@ def metrics_of(
         rows = [{"perplexity": pairs[0][0], "acc": float(pairs[0][1])} for pairs in answers]
     else:
         rows = [_judged(question, pairs) for question, pairs in zip(asked, answers, strict=True)]
-    return mean_of(task, rows)
+    return mean_of(task.metrics, rows)
 
 
-def mean_of(task: Task, rows: Sequence[dict[str, float]]) -> dict[str, float]:
+def mean_of(names: Sequence[str], rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """Average metrics of documents, with standard errors."""
     out: dict[str, float] = {}
-    for name in task.metrics:
+    for name in names:
         values = [row[name] for row in rows]
         mean = sum(values) / len(values)
         out[name] = _exp(-mean) if name == "perplexity" else mean
         if name != "perplexity" and len(values) > 1:
             spread = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-            out[f"{name}_stderr"] = math.sqrt(spread / len(values))
+            metric, comma, pipeline = name.partition(",")
+            out[f"{metric}_stderr{comma}{pipeline}"] = math.sqrt(spread / len(values))
     return out
 
 

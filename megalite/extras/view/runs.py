@@ -133,7 +133,7 @@ def draw(runs: Sequence[PlottedRun], x: str) -> Figure:
 def _metrics_of_tasks(runs: Sequence[PlottedRun]) -> dict[str, list[str]]:
     """Return title of a panel -> metrics of tasks (task/metric) that it shows, without their standard errors."""
     told = sorted({name for run in runs for event in run.tasks for name in event})
-    names = [name for name in told if "/" in name and not name.endswith("_stderr")]
+    names = [name for name in told if "/" in name and "_stderr" not in name]
     shares = [name for name in names if name.partition("/")[2].startswith(("acc", "exact_match"))]
     panels = {"tasks: share of right answers": shares, "tasks: perplexity": [n for n in names if n not in shares]}
     return {title: names for title, names in panels.items() if names}

@@ -18,7 +18,7 @@ from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.extras.tasks.in_loop import open_tasks
 from megalite.extras.tasks.read import read_task
-from megalite.extras.tasks.requests import Question, documents_of, metrics_of, questions
+from megalite.extras.tasks.requests import Question, documents_of, mean_of, metrics_of, questions
 from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.recover.member import Companion
 from megalite.runtime.recover.messages import Go, Turn
@@ -55,6 +55,7 @@ def written(folder: Path, docs: list[dict[str, Any]] = DOCS, **changes: Any) -> 
         ({**WRITES, "generation_kwargs": {"do_sample": True}}, "texts are greedy in training"),
         ({**WRITES, "generation_kwargs": {"max_gen_toks": 0}}, "max_gen_toks 0 is no number from 1"),
         ({**WRITES, "filter_list": [{"name": "x", "filter": [{"function": "map"}]}]}, "filters regex and take_first"),
+        ({**WRITES, "filter_list": [{"name": "x", "filter": []}] * 2}, "each with its own name"),
         ({"dataset_path": "ai2_arc"}, "dataset_path must be json, with local files in dataset_kwargs.data_files"),
         ({"dataset_kwargs": {"data_files": 3}}, "dataset_kwargs must be data_files alone"),
         ({"dataset_kwargs": {"data_files": {"test": "no.jsonl"}}}, "its data file no.jsonl cannot be read"),
@@ -277,14 +278,51 @@ def test_texts_are_filtered_and_judged(tmp_path: Path) -> None:
     regex = {"function": "regex", "regex_pattern": r"(-?[0-9]+)|(none)", "group_select": -1}
     metric = {"metric": "exact_match", "ignore_case": True, "ignore_punctuation": True, "regexes_to_ignore": [","]}
     filters = [{"name": "last", "filter": [regex, {"function": "take_first"}]}]
-    judged = read_task(written(tmp_path, **WRITES, filter_list=filters, metric_list=[metric]), 0).generation
+    judge = read_task(written(tmp_path, **WRITES, filter_list=filters, metric_list=[metric]), 0).generation
     plain = read_task(written(tmp_path, **WRITES, metric_list=[metric]), 0).generation
-    assert judged is not None
+    assert judge is not None
     assert plain is not None
     assert (plain.until, plain.most) == (("\n\n",), 256)
-    assert judged.is_right("12 and then 7.", "7")
-    assert judged.is_right("it is none", "None")
-    assert judged.is_right("nothing", "[invalid]")
-    assert not judged.is_right("7 and then 12", "7")
-    assert plain.is_right("The Sea.", "the sea")
-    assert not plain.is_right(" the sea", "the sea")
+    for text, target in (("12 and then 7.", "7"), ("it is none", "None"), ("nothing", "[invalid]")):
+        assert judge.judged(text, target) == {"exact_match,last": 1.0}
+    assert judge.judged("7 and then 12", "7") == {"exact_match,last": 0.0}
+    assert plain.judged("The Sea.", "the sea") == {"exact_match": 1.0}
+    assert plain.judged(" the sea", "the sea") == {"exact_match": 0.0}
+
+
+GSM8K = r"""
+generation_kwargs: {until: ["Question:", "</s>", "<|im_end|>"], do_sample: false, temperature: 0.0}
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+    ignore_case: true
+    ignore_punctuation: false
+    regexes_to_ignore: [",", "\\$", "(?s).*#### ", "\\.$"]
+filter_list:
+  - name: "strict-match"
+    filter:
+      - function: "regex"
+        regex_pattern: "#### (\\-?[0-9\\.\\,]+)"
+      - function: "take_first"
+  - name: "flexible-extract"
+    filter:
+      - function: "regex"
+        group_select: -1
+        regex_pattern: "(-?[$0-9.,]{2,})|(-?[0-9]+)"
+      - function: "take_first"
+"""
+
+
+def test_a_task_has_a_metric_for_each_pipeline_of_filters(tmp_path: Path) -> None:
+    """As lm-eval's gsm8k has."""
+    how = read_task(written(tmp_path, **WRITES, **yaml.safe_load(GSM8K)), 0).generation
+    assert how is not None
+    names = strict, flexible = "exact_match,strict-match", "exact_match,flexible-extract"
+    texts = ["so 2 and\n#### 1,234.", "it is $1,234.", "1234 is not 5", "#### 1234 or 5"]
+    rows = [how.judged(text, "They had 3.\n#### 1,234") for text in texts]
+    assert [(row[strict], row[flexible]) for row in rows] == [(1, 1), (0, 1), (0, 0), (1, 0)]
+    assert mean_of(how.metrics, rows) == {
+        **dict.fromkeys(names, 0.5),
+        **dict.fromkeys((name.replace(",", "_stderr,") for name in names), pytest.approx(math.sqrt(1 / 12))),
+    }

@@ -83,7 +83,7 @@ function evaluations(run, name) {
 // Metrics of tasks, without their standard errors.
 function metricsOfTasks(runs) {
   const told = runs.flatMap((run) => run.curves.events.filter((e) => e.event === "eval_tasks"));
-  return [...new Set(told.flatMap(Object.keys))].filter((name) => name.includes("/") && !name.endsWith("_stderr")).sort();
+  return [...new Set(told.flatMap(Object.keys))].filter((name) => name.includes("/") && !name.includes("_stderr")).sort();
 }
 
 function curvesView(state) {
