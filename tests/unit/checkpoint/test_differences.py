@@ -16,8 +16,10 @@ import megalite
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.sharding import ParamSpec, StateTensor
+from megalite.extras.command import find_main
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.view.checkpoint import describe
+from megalite.extras.view.flatten import flatten
 from megalite.runtime.checkpoint.load import load_checkpoint
 from megalite.runtime.checkpoint.manifest import commit_text, read_manifest
 from megalite.runtime.checkpoint.save import Checkpointer
@@ -219,6 +221,31 @@ def test_a_difference_is_exported_as_a_whole_one(tmp_path: Path) -> None:
         export_hf(path, tmp_path / f"hf{delta}")
     exports = [(tmp_path / f"hf{delta}" / "model.safetensors").read_bytes() for delta in (0, 3)]
     assert exports[0] == exports[1]
+
+
+@pytest.mark.parametrize("name", ["model_00000001", "model_00000002"])
+def test_a_flattened_snapshot_needs_no_other(
+    saved: Path, copy: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    out = copy / "far" / name
+    find_main("inspect")([str(copy / name), "--flatten", str(out)])
+    assert f"wrote {out}" in capsys.readouterr().out
+    shutil.rmtree(copy / "model_00000001")
+    plain = saved / "whole" / name
+    assert (out / "rank_00000.safetensors").read_bytes() == (plain / "rank_00000.safetensors").read_bytes()
+    contents = [json.loads((path / "manifest.json").read_bytes()) | {"run_id": ""} for path in (out, plain)]
+    assert contents[0] == contents[1]
+    assert loaded(out) == loaded(plain)
+    with pytest.raises(UserError, match="exists"):
+        flatten(out, out)
+
+
+def test_what_cannot_be_read_is_not_flattened(copy: Path) -> None:
+    shard = copy / "model_00000001" / "rank_00000.coded"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    with pytest.raises(UserError, match="CRC32"):
+        flatten(copy / "model_00000002", copy / "far" / "x")
+    assert list((copy / "far").iterdir()) == []
 
 
 @pytest.mark.parametrize("given", [{"save_model_delta": 3}, {"run_dir": "s3://bucket/run", "save_model_every": 1}])
