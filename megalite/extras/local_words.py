@@ -22,8 +22,8 @@ TOOLS = ("convert", "evaluate", "generate", "inspect", "lm-eval", "plot", "prepr
 # Apart from the folders of runs, which may be writing to theirs.
 _CACHE, _LIMIT = "~/.cache/megalite/tools", 100 * 10**9
 # Those that refuse to write over what exists.
-_MAKERS = ("convert", "preprocess", "tokenizer")
-_TEXTS, _OUTPUTS = ("--prompt", "--system"), ("--out", "--json")
+_MAKERS = ("convert", "inspect", "preprocess", "tokenizer")
+_TEXTS, _OUTPUTS = ("--prompt", "--system"), ("--out", "--json", "--flatten")
 _PREFIXES = ("--data", "--valid-data", "--merge")
 _FILES = ("--tokenizer", "--chat-template", "--text")
 # Paths of every command that are none of a store.

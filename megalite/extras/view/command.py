@@ -28,8 +28,16 @@ def inspect(argv: Sequence[str]) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder, or a run directory (its newest)")
     parser.add_argument("--verify", action="store_true", help="read everything and verify all checksums")
     parser.add_argument("--tensors", action="store_true", help="list all tensors and where their parts are")
+    about = "write it to a new folder as plain safetensors shards, which need no base and no package zstandard"
+    parser.add_argument("--flatten", type=Path, metavar="OUT", help=about)
     args = parser.parse_args(argv)
+    from megalite.extras.saved_model import resolve_checkpoint
     from megalite.extras.view.checkpoint import describe  # with torch
+    from megalite.extras.view.flatten import flatten
 
-    for line in describe(args.checkpoint, args.tensors, args.verify):
+    # Once: a run that goes on may save another one meanwhile.
+    checkpoint = resolve_checkpoint(args.checkpoint)
+    for line in describe(checkpoint, args.tensors, args.verify):
         print(printable(line))
+    if args.flatten is not None:
+        print(printable(f"wrote {args.flatten}: {flatten(checkpoint, args.flatten):,} bytes in shards"))

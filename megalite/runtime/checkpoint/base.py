@@ -1,13 +1,14 @@
 """The whole snapshot that differences refer to (`--save-model-delta`): its bytes, in the layout of another snapshot.
 
-A difference names its base by checkpoint name and SHA-256 of its manifest; the base lies beside it. A base is never a
-difference itself. Does not import torch: the writer uses it.
+A difference names its base by checkpoint name and SHA-256 of its manifest; the base lies beside it, also in a store and
+among copies from there, as NAME-ID. A base is never a difference itself. Does not import torch: the writer uses it.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from pathlib import Path
 from megalite.core.base.slices import Slice, contiguous_runs, flat_range
 from megalite.runtime.checkpoint.coded import CodedShard
 from megalite.runtime.checkpoint.fragments import SavedBox
+from megalite.runtime.checkpoint.local_copies import bring
 from megalite.runtime.checkpoint.manifest import Manifest, TensorEntry, box_key, commit_text, manifest_text
 from megalite.runtime.checkpoint.safetensors_io import (
     ITEM_SIZE,
@@ -30,12 +32,15 @@ from megalite.runtime.checkpoint.safetensors_io import (
 def base_folder(difference: Path, base: tuple[str, str]) -> Path:
     """Return the folder of a difference's base; one that was set aside for another of its name is still the base.
 
+    So is the copy of one in a store.
+
     Raises:
         BadCheckpoint: none beside the difference has the manifest that it names.
     """
     name, sha256 = base
     root = difference.resolve().parent
-    found = [folder for folder in (root / name, *sorted(root.glob(f"aside_*_{name}"))) if folder.is_dir()]
+    others = sorted([*root.glob(f"aside_*_{name}"), *root.glob(f"{name}-*")])
+    found = [folder for folder in (root / name, *others) if folder.is_dir()]
     for folder in found:
         if _commit(folder) == sha256:
             return folder
@@ -79,7 +84,10 @@ class Base:
             boxes: (first byte in the body, box) of each box of the shard, in order.
         """
         out = bytearray(end - begin)
-        for at, saved in boxes:
+        first = bisect_right(boxes, begin, key=lambda placed: placed[0]) - 1
+        for at, saved in boxes[max(first, 0) :]:
+            if at >= end:
+                break
             low, high = max(begin, at), min(end, at + saved.num_bytes)
             tensor = self.manifest.tensors.get(saved.kind, {}).get(saved.name)
             if tensor is None or (tensor.dtype, len(tensor.shape)) != (saved.dtype, len(saved.box.shape)):
@@ -115,6 +123,7 @@ class Base:
                 self.close()
             entry = self.manifest.files[number]
             path = self.path / entry.name
+            bring(self.path, entry.name, entry.size, entry.crc32)
             fd = open_inside(self.path, entry.name)
             if (size := os.fstat(fd).st_size) != entry.size:
                 os.close(fd)

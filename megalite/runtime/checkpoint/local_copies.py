@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.log import logger
-from megalite.runtime.base.untrusted import parse_json, read_json
+from megalite.runtime.base.untrusted import BadFile, parse_json, read_json
 from megalite.runtime.base.urls import cached_at, check_url, is_url, join
 from megalite.runtime.places.disk import BLOCK
 from megalite.runtime.places.downloads import flush, locked
@@ -25,6 +26,7 @@ SOURCE = "SOURCE"
 _MAX_SOURCE = 64 << 20
 # After so many, it is the store that has another manifest than the committed one.
 _DOWNLOADS = 3
+_SNAPSHOT = re.compile(r"model_\d{8,20}")
 
 
 def local_copy(path: str, cache_dir: str) -> Path:
@@ -59,8 +61,35 @@ def fetch(store: Store, name: str, into: Path, alone: bool = False) -> Path:
     """Make a local copy of a checkpoint: manifest and COMMIT now, shards when they are read; return its folder.
 
     The processes of a host may call this at once. With `alone` copies of other checkpoints in the folder are deleted:
-    nobody else reads them.
+    nobody else reads them. Beside a difference comes a copy of its base.
+
+    Raises:
+        StoreError: the store cannot be read, or lacks the base.
     """
+    folder = _fetch(store, name, into, alone)
+    if (base := _base_in(folder)) is not None:
+        found = StorePlace(store).snapshot(*base)
+        if not found:
+            raise StoreError(join(store.url, name), f"is a difference of {base[0]}, which is not there")
+        _fetch(store, found, into, alone=False)
+    return folder
+
+
+def _base_in(folder: Path) -> tuple[str, str] | None:
+    """Return name and SHA-256 of the base that a manifest names, if it names one; the reader checks the rest."""
+    data = (folder / MANIFEST).read_bytes()
+    if b'"base"' not in data:
+        return None
+    try:
+        base = parse_json(data)["base"]
+        name, sha256 = base["name"], base["manifest"]
+    except (BadFile, KeyError, TypeError):
+        return None
+    sane = isinstance(name, str) and isinstance(sha256, str) and _SNAPSHOT.fullmatch(name)
+    return (name, sha256) if sane else None
+
+
+def _fetch(store: Store, name: str, into: Path, alone: bool) -> Path:
     into.mkdir(parents=True, exist_ok=True)
     folder, part = into / name, into / f".part_{name}"
     with locked(into / ".lock"):

@@ -109,6 +109,8 @@ class Checkpointer:
         agree(ctx, self._claim.acquire if ctx.rank == 0 else lambda: None)
         if mirror is not None:
             mirror.meet(self.root / LOCK, ctx)
+            if delta and not mirror.shared:
+                logger.warning(f"--save-model-delta {delta}: the hosts share no folder, so all snapshots are whole")
         self._writer = WriterProcess(ctx.device, scratch)
         self._current: _Save | None = None
 
@@ -230,7 +232,9 @@ class Checkpointer:
         except OSError as e:
             return "failed", f"rank {rank}: " + (f"{temporary}: {e.strerror}" if e.strerror else str(e))
         hold = "hold" * (self.mirror is not None and self.mirror.is_busy)
-        base = self._whole * (name.startswith("model_") and self._differences < self._delta - 1)
+        # Without a shared folder there is no local base.
+        follows = name.startswith("model_") and self._differences < self._delta - 1
+        base = self._whole * (follows and (self.mirror is None or self.mirror.shared))
         return "ok", f"{save_id} {hold} {base}"
 
     def _make_job(self, save: _Save, save_id: str, step: int, meta: dict[str, Any], hold: bool) -> dict[str, Any]:
@@ -314,6 +318,8 @@ class Checkpointer:
                 self._differences = self._differences + 1 if save.base else 0
             return True
         self._claim.failed()
+        # Its base may be damaged.
+        self._whole = ""
         if rank0:
             shutil.rmtree(save.temporary, ignore_errors=True)
         first = next(rank for rank, text in enumerate(errors) if text and text != ABANDONED)

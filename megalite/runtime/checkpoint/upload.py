@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError, describe
+from megalite.runtime.checkpoint.base import base_folder
 from megalite.runtime.checkpoint.fragments import assemble, fragment_name, fragment_text, wait_for_fragments
 from megalite.runtime.checkpoint.manifest import Manifest, commit_text, committable
 from megalite.runtime.checkpoint.pruning import Keep
@@ -255,12 +256,31 @@ def _publish(
     for entry in manifest.files:
         if sizes.get(entry.name) != entry.size:
             raise StoreError(f"{store.url}/{part.name}/{entry.name}", f"has {sizes.get(entry.name)} bytes there")
+    if manifest.base is not None:
+        _send_base(place, job, manifest.base)
     # Before COMMIT: who resumes from it on another disk has the metrics up to there.
     problems = send_run_files(place, job)
     place.publish(part.save, data, commit, _abandoned(place, part) if job["full"] else [])
     # From here on it exists; nothing that fails undoes it.
     problems += _try("the fragments remain", lambda: store.delete(fragments))
     return problems + (_tidy(place, part) if job["full"] else [])
+
+
+def _send_base(place: StorePlace, job: dict[str, Any], base: tuple[str, str]) -> None:
+    """Commit a difference's base first if the store has none: a later save may have replaced it, or its upload failed.
+
+    Raises:
+        BadCheckpoint: it is not on the local disk either.
+    """
+    name, sha256 = base
+    if place.snapshot(name, sha256):
+        return
+    folder = base_folder(Path(job["root"]) / job["name"], base)
+    part = Part({**job, "name": name, "save_id": sha256[:16], "full": False}, os.open(folder, os.O_RDONLY), {})
+    try:
+        _upload_whole(place, part)
+    finally:
+        part.close()
 
 
 def _abandoned(place: StorePlace, part: Part) -> list[str]:

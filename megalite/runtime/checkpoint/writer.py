@@ -176,7 +176,7 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
     data = memoryview(buffer)[: job["num_bytes"]] if buffer is not None else memoryview(b"")
     items = [(begins[key] - len(header), ITEM_SIZE[b.dtype]) for key, b in zip(keys, boxes)]
     coded = job["code"] != "none"
-    base = _open_base(job)
+    base, problem = _open_base(job)
     of_base = partial(base.bytes_at, [(at, box) for (at, _), box in zip(items, boxes)]) if base is not None else None
     body: Iterable[bytes | memoryview] = encode(data, items, of_base) if coded else [data]
     plain = len(header) + len(data) if coded else None
@@ -197,6 +197,7 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
         "file": FileEntry(path.name, size, len(header), tuple(crcs), plain).to_json(),
         "boxes": [b._replace(box=replace(b.box, at=begins[key])).to_json() for key, b in zip(keys, boxes)],
         "base": [base.path.name, base.sha256] if base is not None else None,
+        "problem": problem,
     }
     if not _has_all_parts(job):
         # All that a later process needs to upload it, if this one cannot.
@@ -212,12 +213,12 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
     return part
 
 
-def _open_base(job: dict[str, Any]) -> Base | None:
-    """Open the base of a difference; None: the save is whole, or its base is gone, and it becomes whole."""
+def _open_base(job: dict[str, Any]) -> tuple[Base | None, str]:
+    """Open the base of a difference; None: the save is whole, or becomes whole because of a problem with its base."""
     try:
-        return Base.at(Path(job["root"]) / job["base"]) if job.get("base") else None
-    except BadCheckpoint:
-        return None
+        return (Base.at(Path(job["root"]) / job["base"]) if job.get("base") else None), ""
+    except BadCheckpoint as e:
+        return None, f"rank {job['rank']} wrote it whole, because its base cannot be read: {e}"
 
 
 def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
@@ -240,6 +241,9 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
         raise RuntimeError(f"the folder has been taken by {other}")
     texts = committable(manifest)
     moved = place.publish(save, *texts, job["aside"])
-    problems = place.tidy(save.name, partial(Keep.from_job(job).staying, place)) if job["full"] else []
+    # A base that is gone is so for all ranks: one line tells of it.
+    problems = [text for fragment in fragments.values() if (text := fragment.get("problem"))][:1]
+    if job["full"]:
+        problems += place.tidy(save.name, partial(Keep.from_job(job).staying, place))
     size = sum(file.size for file in manifest.files) + sum(map(len, texts))
     return {"ok": True, "moved": moved, "problems": problems, "bytes": size}

@@ -167,8 +167,6 @@ class RunConfig:
         require(self.grow_after == RunConfig.grow_after or self.elastic, given, rule, "use --elastic, or drop it")
         given, rule = f"--save-model-delta {self.save_model_delta}", "applies to the saves of --save-model-every"
         require(not self.save_model_delta or self.save_model_every > 0, given, rule, "give that too, or drop it")
-        rule = "refers to checkpoints of a local folder"
-        require(not self.save_model_delta or not is_url(self.run_dir), given, rule, "give a directory, or drop it")
         check_url("--init-from-hf", str(self.init_from_hf))
         check_local("--calibration", self.calibration)
         for file in self.eval_tasks:

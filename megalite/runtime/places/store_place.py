@@ -55,6 +55,14 @@ class StorePlace:
         """Write a small object; it appears as a whole."""
         self.store.write(name, data)
 
+    def snapshot(self, name: str, sha256: str) -> str:
+        """Return the committed snapshot of weights with a name and a SHA-256 of its manifest; "" if there is none."""
+        commit = f"{sha256}\n".encode()
+        for found in sorted(n.rstrip("/") for n in self.store.names() if n.startswith(f"{name}-")):
+            if self.read(f"{found}/{COMMIT}") == commit:
+                return found
+        return ""
+
     def take(self, owner: str) -> None:
         """Become the owner, whoever was it before.
 

@@ -15,13 +15,14 @@ import pytest
 import megalite
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.context import ParallelContext
-from megalite.core.sharding import ParamSpec, StateTensor
+from megalite.extras.command import find_main
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.view.checkpoint import describe
-from megalite.runtime.checkpoint.load import load_checkpoint
+from megalite.extras.view.flatten import flatten
 from megalite.runtime.checkpoint.manifest import commit_text, read_manifest
 from megalite.runtime.checkpoint.save import Checkpointer
 from tests.faults import checkpoint_states as cs
+from tests.unit.checkpoint.differences import loaded, weights
 from tests.workers import WorkerPool
 
 CTX = ParallelContext.single()
@@ -37,23 +38,6 @@ checkpointer.save_model(3, t.weights(3), {"step": 3}, background=True)
 os.kill(checkpointer._writer.process.pid, signal.SIGKILL)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-SPECS = [
-    *cs.SPECS,
-    ParamSpec("layers.1.rows", (1024, 700), sharded_dims=(("tp", 0),)),
-    ParamSpec("layers.1.columns", (700, 1024), sharded_dims=(("tp", 1),)),
-    ParamSpec("odd.weight", (101, 7)),
-]
-
-
-def weights(step: int, rank: int = 0, tp: int = 1) -> list[StateTensor]:
-    """Weights that a step changes a little, the same in every layout."""
-    states = cs.states_at(0, rank, tp, SPECS)
-    for state in states:
-        noise = (state.flat * 2).long().mul_(2654435761).remainder_(2**24)
-        state.flat.copy_(noise * 2.0**-24 * (1 + step * 2**-13))
-        state.flat[noise % 97 == 0] = -0.0
-        state.flat[noise % 97 == 1] = 1e-42
-    return states
 
 
 def save(root: Path, steps: list[int], delta: int, ctx: ParallelContext = CTX, rank: int = 0, tp: int = 1) -> None:
@@ -65,12 +49,6 @@ def save(root: Path, steps: list[int], delta: int, ctx: ParallelContext = CTX, r
 
 def save_on(rank: int, world: int, root: str, steps: list[int], delta: int) -> None:
     save(Path(root), steps, delta, cs.context(world), rank, world)
-
-
-def loaded(path: Path, rank: int = 0, tp: int = 1) -> bytes:
-    states = [s for s in cs.states_at(-1, rank, tp, SPECS) if s.role == "master"]
-    load_checkpoint(path, states, CTX)
-    return b"".join(state.flat.numpy().tobytes() for state in states)
 
 
 def assert_refused(path: Path, *words: str) -> None:
@@ -182,7 +160,9 @@ def test_hostile_bases(copy: Path) -> None:
     assert_refused(third, "do not decode")
 
 
-def test_a_base_that_vanishes_makes_the_next_snapshot_whole(saved: Path, tmp_path: Path) -> None:
+def test_a_base_that_vanishes_makes_the_next_snapshot_whole(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpointer = Checkpointer(tmp_path, CTX, "run", delta=5)
     checkpointer.save_model(1, weights(1), {"step": 1})
     shutil.rmtree(tmp_path / "model_00000001")
@@ -190,6 +170,20 @@ def test_a_base_that_vanishes_makes_the_next_snapshot_whole(saved: Path, tmp_pat
     checkpointer.close()
     assert path is not None
     assert read_manifest(path).base is None
+    assert loaded(path) == loaded(saved / "whole" / path.name)
+    assert caplog.text.count("model_00000001") == 1, "one line tells of it"
+
+
+def test_a_save_after_one_that_failed_is_whole(saved: Path, tmp_path: Path) -> None:
+    """The base of the one that failed may be damaged."""
+    checkpointer = Checkpointer(tmp_path, CTX, "run", on_error="warn", delta=5)
+    checkpointer.save_model(1, weights(1), {"step": 1})
+    shard = tmp_path / "model_00000001" / "rank_00000.coded"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert checkpointer.save_model(2, weights(2), {"step": 2}) is None
+    path = checkpointer.save_model(3, weights(3), {"step": 3})
+    checkpointer.close()
+    assert path is not None
     assert loaded(path) == loaded(saved / "whole" / path.name)
 
 
@@ -221,7 +215,31 @@ def test_a_difference_is_exported_as_a_whole_one(tmp_path: Path) -> None:
     assert exports[0] == exports[1]
 
 
-@pytest.mark.parametrize("given", [{"save_model_delta": 3}, {"run_dir": "s3://bucket/run", "save_model_every": 1}])
-def test_options_that_do_not_go_together(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["model_00000001", "model_00000002"])
+def test_a_flattened_snapshot_needs_no_other(
+    saved: Path, copy: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    out = copy / "far" / name
+    find_main("inspect")([str(copy / name), "--flatten", str(out)])
+    assert f"wrote {out}" in capsys.readouterr().out
+    shutil.rmtree(copy / "model_00000001")
+    plain = saved / "whole" / name
+    assert (out / "rank_00000.safetensors").read_bytes() == (plain / "rank_00000.safetensors").read_bytes()
+    contents = [json.loads((path / "manifest.json").read_bytes()) | {"run_id": ""} for path in (out, plain)]
+    assert contents[0] == contents[1]
+    assert loaded(out) == loaded(plain)
+    with pytest.raises(UserError, match="exists"):
+        flatten(out, out)
+
+
+def test_what_cannot_be_read_is_not_flattened(copy: Path) -> None:
+    shard = copy / "model_00000001" / "rank_00000.coded"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    with pytest.raises(UserError, match="CRC32"):
+        flatten(copy / "model_00000002", copy / "far" / "x")
+    assert list((copy / "far").iterdir()) == []
+
+
+def test_it_needs_the_saves_that_it_applies_to() -> None:
     with pytest.raises(UserError, match="--save-model-delta 3"):
-        megalite.configure(**{**cs.RUN, "run_dir": "runs/x", "save_model_delta": 3, **given})
+        megalite.configure(**{**cs.RUN, "run_dir": "runs/x", "save_model_delta": 3})

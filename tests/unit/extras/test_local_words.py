@@ -185,16 +185,18 @@ def test_every_tool_on_urls(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixtur
         for command, words in (
             ("convert", ["import", "--hf", f"{place}/hf", "--out", f"{place}/made"]),
             ("convert", ["export", "--checkpoint", f"{place}/made", f"--out={place}/back"]),
-            ("inspect", [f"{place}/made", "--verify"]),
+            ("inspect", [f"{place}/made", "--verify", "--flatten", f"{place}/flat"]),
             ("generate", [f"{place}/made", *model, "--prompt", "AB", "--max-new-tokens", "5", "--seed", "3"]),
             ("generate", [f"{place}/back", *model, "--prompt", "AB", "--max-new-tokens", "5", "--seed", "3"]),
             ("evaluate", [f"{place}/made", *model, "--text", f"{tmp_path}/text.txt"]),
         ):
             find_main(command)(words)
-        said.append(re.sub(r"\S*/(made|back|text.txt)|import-\w+", r"\1", capsys.readouterr().out))
+        said.append(re.sub(r"\S*/(made|back|flat|text.txt)|import-\w+", r"\1", capsys.readouterr().out))
     assert said[0] == said[1]
     for path in (tmp_path / "back").iterdir():
         assert Store(f"{url}/back").read(path.name) == path.read_bytes()
+    shard = (tmp_path / "flat/rank_00000.safetensors").read_bytes()
+    assert Store(f"{url}/flat").read("rank_00000.safetensors") == shard
     find_main("plot")([f"{url}/run", "--out", f"{url}/a.png"])
     assert Store(url).read("a.png").startswith(b"\x89PNG")
     with pytest.raises(UserError, match="made exists"):

@@ -1,0 +1,103 @@
+"""Differences in a store: each is committed after its base and comes with it; nothing removes a base."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megalite.core.mesh.context import ParallelContext
+from megalite.extras.command import find_main
+from megalite.runtime.checkpoint import local_copies, upload
+from megalite.runtime.checkpoint.manifest import read_manifest
+from megalite.runtime.checkpoint.mirror import Mirror
+from megalite.runtime.checkpoint.pruning import Keep
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
+from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.places.store import Store, StoreError
+from megalite.runtime.places.store_place import StorePlace
+from tests.unit.checkpoint.differences import loaded, weights
+
+pytest.importorskip("fsspec", reason="fsspec is not installed")
+
+CTX = ParallelContext.single()
+
+
+class Run:
+    """A run with snapshots as differences, whose store is a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.far = folder / "run/checkpoints", folder / "far/run/checkpoints"
+        self.url = f"file://{self.far}"
+        mirror = Mirror(f"file://{self.far.parent}", self.root.parent, 5.0)
+        self.checkpointer = Checkpointer(self.root, CTX, "run", Keep(last=2), mirror=mirror, delta=4)
+        self.checkpointer.take()
+
+    def save(self, step: int, full: bool = False) -> None:
+        make = self.checkpointer.save if full else self.checkpointer.save_model
+        make(step, weights(step), {"step": step})
+        self.checkpointer.settle()
+
+    def there(self, step: int) -> Path:
+        """The folder in the store."""
+        (found,) = self.far.glob(f"model_{step:08d}-*")
+        return found
+
+    def copy(self, step: int, into: Path) -> Path:
+        return local_copies.fetch(Store(self.url), self.there(step).name, into)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_a_difference_comes_with_its_base(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after full saves that prune others, on a disk that has nothing of the run."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for step in range(1, 9):
+        run.save(step, full=step in (2, 3, 4, 6))
+    run.checkpointer.close()
+    assert len(list(run.far.glob("step_*/COMMIT"))) == 2
+    expected = {step: loaded(run.root / f"model_{step:08d}") for step in (1, 5, 7, 8)}
+    shutil.rmtree(run.root)
+    for step, bits in expected.items():
+        into = tmp_path / f"copy{step}"
+        assert loaded(run.copy(step, into)) == bits
+        assert len(list(into.glob("model_*"))) == (1 if step == 1 else 2)
+    find_main("inspect")([f"{run.url}/{run.there(5).name}", "--verify", "--flatten", str(tmp_path / "flat")])
+    assert loaded(tmp_path / "flat") == expected[5]
+    shutil.rmtree(run.there(1))
+    shutil.rmtree(next((tmp_path / "copy5").glob("model_00000001-*")))
+    for into in (tmp_path / "none", tmp_path / "copy5"):
+        with pytest.raises(StoreError, match="is a difference of model_00000001, which is not there"):
+            run.copy(5, into)
+
+
+def test_a_base_that_has_not_arrived_is_sent_before_its_difference(run: Run, tmp_path: Path) -> None:
+    """As when a later save has replaced it during a slow upload."""
+    run.save(1)
+    shutil.rmtree(run.there(1))
+    run.save(2)
+    commits = [(run.there(step) / "COMMIT").stat().st_mtime_ns for step in (1, 2)]
+    assert commits[0] < commits[1]
+    assert loaded(run.copy(2, tmp_path / "copy")) == loaded(run.root / "model_00000002")
+    run.checkpointer.close()
+
+
+def test_a_difference_without_its_base_is_not_committed(run: Run) -> None:
+    for step in (1, 2):
+        run.save(step)
+    run.checkpointer.close()
+    base = read_manifest(run.root / "model_00000002").base
+    assert base is not None
+    for folder in (run.there(1), run.root / "model_00000001", run.there(2)):
+        shutil.rmtree(folder)
+    job = {"root": str(run.root), "name": "model_00000002", "save_id": "0" * 16, "full": False, "remote": {}}
+    part = upload.Part(job, os.open(run.root / "model_00000002", os.O_RDONLY), {})
+    with pytest.raises(BadCheckpoint, match="model_00000001: is the base of model_00000002, and is missing"):
+        upload._upload_whole(StorePlace(Store(run.url)), part)
+    part.close()
+    assert not list(run.far.glob("model_*/COMMIT"))
