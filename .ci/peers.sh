@@ -40,7 +40,7 @@ if environment .venv-transformers4 "transformers>=4.57,<5"; then
 fi
 # The emulator needs pkg_resources.
 if environment .venv-gcs "gcsfs>=2025.3" gcp-storage-emulator "setuptools<81"; then
-    tests .venv-gcs/bin/python tests/unit/checkpoint/test_gcs.py
+    tests .venv-gcs/bin/python tests/unit/checkpoint/test_gcs.py tests/unit/places/test_store_contract.py
 fi
 # transformers uses torchao wherever it is installed: it stays out of the other environments.
 if environment .venv-torchao --no-deps "torchao>=0.18"; then

@@ -16,7 +16,7 @@ import pytest
 
 from megalite.core.base.log import logger
 from megalite.runtime.places import store
-from tests.ranks import tmpfs
+from tests.ranks import reserve_port, tmpfs
 from tests.stores import S3, BreakingProxy, environment, secrets_in, start_s3
 from tests.workers import WorkerPool
 
@@ -160,6 +160,26 @@ def proxy(s3: S3) -> Iterator[BreakingProxy]:
     with leading_to(made.port):
         yield made
     made.close()
+
+
+@pytest.fixture
+def gcs_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[BreakingProxy]:
+    """Stands before an emulator of Google's store."""
+    why = "gcsfs and gcp-storage-emulator are not installed (.ci/peers.sh tests with them)"
+    pytest.importorskip("gcsfs", reason=why)
+    emulator = pytest.importorskip("gcp_storage_emulator.server", reason=why)
+    port = reserve_port()
+    server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
+    server.start()
+    made = BreakingProxy(port)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{made.port}")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(store, "_FIRST_PAUSE_S", 0.002)
+    _forget_clients()
+    yield made
+    _forget_clients()
+    made.close()
+    server.stop()
 
 
 @contextlib.contextmanager

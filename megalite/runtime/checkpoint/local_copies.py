@@ -15,8 +15,8 @@ from typing import Any
 from megalite.core.base.log import logger
 from megalite.runtime.base.untrusted import BadFile, parse_json, read_json
 from megalite.runtime.base.urls import cached_at, check_url, is_url, join
-from megalite.runtime.places.disk import BLOCK
-from megalite.runtime.places.downloads import flush, locked
+from megalite.runtime.places.disk import BLOCK, sync_file
+from megalite.runtime.places.downloads import locked
 from megalite.runtime.places.place import COMMIT, MANIFEST
 from megalite.runtime.places.store import Store, StoreError
 from megalite.runtime.places.store_place import StorePlace
@@ -103,7 +103,7 @@ def _fetch(store: Store, name: str, into: Path, alone: bool) -> Path:
         for _ in range(_DOWNLOADS):
             for n in (MANIFEST, COMMIT):
                 store.download(f"{name}/{n}", part / n, sizes.get(n, 0))
-                flush(part / n)
+                sync_file(part / n)
             if _is_whole(part):
                 break
         (part / SOURCE).write_text(json.dumps({"url": join(store.url, name), "files": sizes}))
@@ -164,7 +164,7 @@ def bring(folder: Path, name: str, size: int, crc32: tuple[int, ...]) -> None:
         if not path.exists() or path.stat().st_size != size:
             part = folder / f".part_{name}"
             Store(source["url"]).download(name, part, size, wrong)
-            flush(part)
+            sync_file(part)
             os.rename(part, path)
             logger.info(f"downloaded {source['url']}/{name} ({size:,} bytes)")
 

@@ -59,6 +59,22 @@ def _flush(fd: int) -> None:
         os.fsync(fd)
 
 
+def rename_flushed(part: Path, path: Path) -> None:
+    """Give a file that is written its name: at any time that name leads to the old content or to the new one."""
+    sync_file(part)
+    os.replace(part, path)
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file's content to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        _flush(fd)
+    finally:
+        os.close(fd)
+
+
 def sync_folder(path: Path) -> None:
     """Flush the entries of a folder (new names, renames) to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megalite.runtime.base.urls import cached_at, is_url
+from megalite.runtime.places.disk import sync_file
 from megalite.runtime.places.store import Store
 
 
@@ -35,7 +36,7 @@ def bring_tree(url: str, cache_dir: str) -> Path:
             if here == size and mark.exists() and mark.read_text() == stamp:
                 continue
             store.download(n, folder / f".part_{n}", size)
-            flush(folder / f".part_{n}")
+            sync_file(folder / f".part_{n}")
             os.replace(folder / f".part_{n}", folder / n)
             mark.write_text(stamp)
         for mark in folder.glob(".stamp_*") if folder == target else ():
@@ -43,15 +44,6 @@ def bring_tree(url: str, cache_dir: str) -> Path:
                 (folder / n).unlink(missing_ok=True)
                 mark.unlink(missing_ok=True)
     return target
-
-
-def flush(path: Path) -> None:
-    """Have a file's content reach the disk: after a power failure a name must not lead to zeros."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def account(lock: Path, total: Path, added: int, limit: int, kept: Iterable[Path]) -> None:

@@ -8,6 +8,7 @@ not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import errno
 import functools
@@ -16,6 +17,7 @@ import logging
 import math
 import os
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -28,6 +30,7 @@ from megalite.core.base.log import logger
 from megalite.core.base.redact import learn, mask
 from megalite.runtime.base.urls import join
 from megalite.runtime.base.waits import call, pause, tell
+from megalite.runtime.places.disk import rename_flushed
 
 T = TypeVar("T")
 
@@ -44,6 +47,8 @@ _CHUNK, _IN_FLIGHT = 50 << 20, 500 << 20
 _FINAL = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "InvalidRegionError")
 # Libraries below that log by these names, and others whose tasks fail with a connection.
 _LIBRARIES, _OF_TASKS = ("aiobotocore", "botocore", "fsspec", "gcsfs", "s3fs"), ("aiohttp", "asyncio")
+# How the names of files begin that are not written to their end.
+_PART = ".part_"
 # Names that file systems give to an object's version, the surest first.
 _STAMPS = ("ETag", "etag", "generation", "LastModified", "updated", "mtime", "created")
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -133,7 +138,7 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object; it appears as a whole."""
-        self._try(name, lambda: call(self.fs, "pipe_file", len(data), self._path(name), data))
+        self._put(name, lambda path: call(self.fs, "pipe_file", len(data), path, data))
 
     def upload(self, name: str, path: str, size: int) -> None:
         """Write a file, in parts if it is large; it appears as a whole, and is there with its size when this returns.
@@ -148,12 +153,12 @@ class Store:
         fs = _open(scheme, os.getpid(), self._patience) if is_large else self.fs
         options = {"chunksize": _CHUNK} if scheme == "s3" else {}
 
-        def put() -> None:
-            call(fs, "put_file", min(size, _IN_FLIGHT), path, self._path(name), **options)
-            if (there := call(self.fs, "info", 0, self._path(name))["size"]) != size:
+        def put(target: str) -> None:
+            call(fs, "put_file", min(size, _IN_FLIGHT), path, target, **options)
+            if (there := call(self.fs, "info", 0, target)["size"]) != size:
                 raise _DamageError(f"{there} of {size} bytes arrived")
 
-        self._try(name, put)
+        self._put(name, put)
 
     def download(self, name: str, path: Path, size: int, check: Callable[[Path], str] = lambda path: "") -> None:
         """Copy an object of a known size to a new file; `check` says what is wrong with it, "" if nothing is."""
@@ -195,7 +200,10 @@ class Store:
                 _await([begun for begun in ranges if not begun.cancelled()])
 
     def names(self, folder: str = "") -> dict[str, int]:
-        """List a folder: object -> its size, with "/" at the end -> 0 for a folder in it; empty if there is none."""
+        """List a folder: object -> its size, with "/" at the end -> 0 for a folder in it; empty if there is none.
+
+        What is not written to its end is left out.
+        """
 
         def get() -> dict[str, int]:
             try:
@@ -203,6 +211,7 @@ class Store:
             except FileNotFoundError:
                 return {}
             kinds = {e["name"].rstrip("/").rpartition("/")[2]: e for e in entries}
+            kinds = {n: e for n, e in kinds.items() if not n.startswith(_PART)}
             folders = {n for n, e in kinds.items() if e["type"] == "directory"}
             return {f"{n}/" if n in folders else n: 0 if n in folders else e["size"] for n, e in kinds.items()}
 
@@ -228,6 +237,26 @@ class Store:
                     return
 
             self._try(name, remove)
+
+    def _put(self, name: str, write: Callable[[str], None]) -> None:
+        """Write an object by its path, so that it appears as a whole: object stores see to that, a folder does not."""
+
+        def put() -> None:
+            path = self._path(name)
+            if not getattr(self.fs, "local_file", False):
+                write(path)
+                return
+            folder, _, last = path.rpartition("/")
+            part = f"{folder}/{_PART}{secrets.token_hex(4)}_{last}"
+            here, there = (Path(self.fs._strip_protocol(url)) for url in (part, path))
+            try:
+                write(part)
+                rename_flushed(here, there)
+            finally:
+                with contextlib.suppress(OSError):  # it has its name, or there is nothing to delete
+                    here.unlink()
+
+        self._try(name, put)
 
     def _path(self, name: str) -> str:
         return join(self.url, name) if name else self.url

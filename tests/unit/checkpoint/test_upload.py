@@ -43,7 +43,7 @@ from megalite.runtime.options.run import Config, RunConfig
 from megalite.runtime.places import store as store_module
 from megalite.runtime.places.downloads import bring_tree
 from megalite.runtime.places.names import step_of
-from megalite.runtime.places.store import MissingObject, Store, StoreError
+from megalite.runtime.places.store import Store, StoreError
 from megalite.runtime.places.store_place import OWNER, StorePlace
 from tests.faults import checkpoint_states as cs
 from tests.stores import KEY_ID, S3, SECRET, TOKEN, BreakingProxy, Fault, secrets_in
@@ -361,17 +361,6 @@ def test_manifest_of_fragments_is_the_one_of_a_local_save() -> None:
         Manifest.from_json(assemble({"run_id": "", "step": 0, "topology": {}, "meta": {}}, []).to_json(), "m")
 
 
-def test_forbidden_and_missing(s3: S3, proxy: BreakingProxy) -> None:
-    proxy.faults = [Fault("/bucket/closed", "403")]
-    with pytest.raises(StoreError, match="s3://bucket/closed/a") as e:
-        Store(s3.url("closed")).write("a", b"1")
-    assert secrets_in(str(e.value).encode()) == []
-    assert len(proxy.requests) == 1
-    with pytest.raises(MissingObject):
-        Store(s3.url("nothing")).read("a")
-    assert Store(s3.url("nothing")).names() == {}
-
-
 def test_urls() -> None:
     assert cached_at("s3://b/x/y", "/c") == Path("/c/s3/b/x/y")
     assert cached_at("runs/x", "/c") == Path("runs/x")
@@ -425,16 +414,6 @@ def test_what_is_looked_for_would_be_found(tmp_path: Path, secret: str) -> None:
         (tmp_path / "log").write_text(f"x{left}y")
         assert secrets_in(tmp_path / "log") == [secret]
     assert secrets_in(b"s3://bucket/runs") == []
-
-
-def test_other_stores(tmp_path: Path) -> None:
-    for store in (Store(f"memory://m/{tmp_path.name}"), Store(f"file://{tmp_path}")):
-        store.write("a/b", b"12345")
-        assert store.read("a/b", 1, 3) == b"23"
-        assert store.names() == {"a/": 0}
-        assert store.names("a") == {"b": 5}
-        store.delete(["a/b", "a/c"])
-        assert store.names("a") == {}
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "arrives"])
