@@ -123,9 +123,15 @@ def triton_cases() -> list[Case]:
     cases.append(Case("rope_pack", rope.rope_pack_kernel, packed, 4, Limit(64, 10)))
     for kind, label in ((0, "silu"), (1, "gelu"), (2, "gelu_tanh"), (3, "clamped")):
         constants = {"KIND": kind, "BLOCK": 1024}
-        cases.append(Case(f"glu_{label}", activation.glu_forward_kernel, {**constants, **no_codes}, 4, Limit(40, 2)))
+        plain = {**constants, **no_codes, "WEIGHTS": False}
+        cases.append(Case(f"glu_{label}", activation.glu_forward_kernel, plain, 4, Limit(40, 2)))
+        if "gelu" not in label:
+            weighed = {**plain, "WEIGHTS": True}
+            cases.append(Case(f"weighed_glu_{label}", activation.glu_forward_kernel, weighed, 4, Limit(40, 2, 1)))
+            backward = activation.weighed_glu_backward_kernel
+            cases.append(Case(f"weighed_glu_{label}_backward", backward, constants, 4, Limit(64, 3, 1)))
         for group in (128, 32) if label == "silu" else ():
-            case = {**constants, **no_codes, "GROUP": group}
+            case = {**plain, "GROUP": group}
             cases.append(
                 Case(f"glu_{label}_fp8_{group}", activation.glu_forward_kernel, case, 4, Limit(64, 2), 89, TO_FP8)
             )

@@ -162,6 +162,11 @@ def _rope_cases() -> Iterator[Case]:
         )
 
 
+def _weighed(ops: Ops, x: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    w = weights.float()
+    return ops.swiglu(x, w), ops.clamped_swiglu(x, w), ops.geglu(x, "tanh", w), ops.gelu(x, weights=w)
+
+
 def _activation_cases() -> Iterator[Case]:
     for shape, strided in (
         ((4, 2, 96), False),
@@ -187,6 +192,18 @@ def _activation_cases() -> Iterator[Case]:
             lambda g, inputs=inputs: [inputs(g)[0] * 3],
             lambda o, x: (o.clamped_swiglu(x),),
             lambda x: (_clamped_swiglu(x),),
+        )
+        yield Case(
+            f"weighed activations {label}",
+            lambda g, shape=shape, inputs=inputs: [inputs(g)[0], _randn(g, *shape[:-1])],
+            _weighed,
+            lambda x, w: (
+                _halves(x, lambda g: g * g.sigmoid())[0] * w[..., None],
+                _clamped_swiglu(x) * w[..., None],
+                _halves(x, lambda g: _gelu(g, "tanh"))[0] * w[..., None],
+                _gelu(x, "none") * w[..., None],
+            ),
+            differentiate=shape[-1] > 2,  # of one element, the gradients of the four cancel
         )
         for kind in ("none", "tanh"):
             yield Case(
@@ -391,14 +408,14 @@ def _combine_cases() -> Iterator[Case]:
 
         def run(o: Ops, x: Tensor, rows: Tensor, weights: Tensor, given: Any = (order, inverse, k, weighed)) -> Any:
             order, inverse, k, weighed = given
-            way = order.to(x.device), inverse.to(x.device), k, weights.float() if weighed else None
-            return o.spread_rows(x, *way), o.combine_rows(rows, *way)
+            way = order.to(x.device), inverse.to(x.device), k
+            return o.spread_rows(x, *way, weights.float() if weighed else None), o.combine_rows(rows, *way)
 
         def oracle(x: Tensor, rows: Tensor, weights: Tensor, given: Any = (order, k, weighed)) -> Any:
             order, k, weighed = given
             order = order.to(x.device)
             factors = (weights if weighed else torch.ones_like(weights)).flatten()[order].unsqueeze(1)
-            return x[order // k] * factors, torch.zeros_like(x).index_add(0, order // k, rows * factors)
+            return x[order // k] * factors, torch.zeros_like(x).index_add(0, order // k, rows)
 
         yield Case(f"combine [{here} of {slots} slots, {width}]{'' if weighed else ' unweighed'}", inputs, run, oracle)
 

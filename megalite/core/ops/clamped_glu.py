@@ -1,10 +1,11 @@
 """The clamped gated linear unit of gpt-oss (its reference implementation, `swiglu`), on the packed projection.
 
-clamped_swiglu(gate_up) -> g sigmoid(1.702 g) (u + 1), where g = min(gate, 7) and u = up, between -7 and 7
+clamped_swiglu(gate_up, weights=None) -> g sigmoid(1.702 g) (u + 1) weights, where g = min(gate, 7) and u = up, between
+-7 and 7
 
 gate_up [..., 2F] = [gate | up] along the last dim (both halves of the same tensor-parallel rank); result [..., F] of
-the same dtype, freshly allocated, rounded once from at least fp32. Backward keeps only gate_up and recomputes the
-activation.
+the same dtype, freshly allocated, rounded from at least fp32. weights: fp32 [...], one for each row, or None for ones.
+Backward keeps only gate_up (and weights) and recomputes the activation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.core.ops.op import TORCH, Op, triton
+from megalite.core.ops.weigh import weighed
 
 ALPHA, LIMIT = 1.702, 7.0
 
@@ -45,9 +47,9 @@ class _ClampedSwiGLU(torch.autograd.Function):
         return torch.cat((dgate, dy * gate * s * open_up), dim=-1).to(gate_up.dtype)
 
 
-def clamped_swiglu(gate_up: Tensor) -> Tensor:
+def clamped_swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
     """Torch reference of `clamped_swiglu`; see the module's contract."""
-    return _ClampedSwiGLU.apply(gate_up)
+    return weighed(_ClampedSwiGLU.apply, gate_up, weights)
 
 
 OP = Op("clamped_glu", (clamped_swiglu,), (triton("activation"), TORCH))

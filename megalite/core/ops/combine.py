@@ -1,13 +1,13 @@
 """Rows of tokens on their way to experts, and the sum of what comes back.
 
 Each of T tokens has K slots, one for each of its experts. order, int64 [R]: the slot (t K + j) of each row, R of them;
-inverse, int64 [T K]: the row of each slot, R where there is none. weights_TK: fp32, or None for ones.
+inverse, int64 [T K]: the row of each slot, R where there is none.
 
 spread_rows(x_TH, order, inverse, k, weights_TK=None) -> rows_RH
-    rows_r = weights[order_r] x[order_r // K], rounded once.
+    rows_r = weights[order_r] x[order_r // K], rounded once. weights_TK: fp32, or None for ones.
 
-combine_rows(rows_RH, order, inverse, k, weights_TK=None) -> y_TH
-    y_t = sum over j of weights_tj rows[inverse[t K + j]], in fp32, rounded once; nothing for a slot without a row.
+combine_rows(rows_RH, order, inverse, k) -> y_TH
+    y_t = sum over j of rows[inverse[t K + j]], in fp32, rounded once; nothing for a slot without a row.
 
 Gradients read as well, instead of adding rows in a random order: two runs give the same bits.
 """
@@ -64,11 +64,9 @@ def spread_rows(x_TH: Tensor, order: Tensor, inverse: Tensor, k: int, weights_TK
     return (rows * Permute.apply(weights_TK.view(-1, 1), order, inverse)).to(rows.dtype)
 
 
-def combine_rows(rows_RH: Tensor, order: Tensor, inverse: Tensor, k: int, weights_TK: Tensor | None = None) -> Tensor:
+def combine_rows(rows_RH: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
     """Torch reference of `combine_rows`; see the module's contract."""
-    rows_TKH = Permute.apply(rows_RH, inverse, order).unflatten(0, (-1, k))
-    weighed = rows_TKH if weights_TK is None else rows_TKH * weights_TK.unsqueeze(-1)
-    return weighed.sum(1).to(rows_RH.dtype)
+    return Permute.apply(rows_RH, inverse, order).unflatten(0, (-1, k)).sum(1)
 
 
 OP = Op("combine", (spread_rows, combine_rows), (triton("combine"), TORCH))

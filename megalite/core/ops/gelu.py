@@ -1,7 +1,8 @@
 """GELU (Hendrycks and Gimpel 2016).
 
-gelu(x, approximate="none") -> y
-    x [..., F] fp32 / bf16 / fp16; approximate "none" (erf) or "tanh"; y like x. Backward keeps only x.
+gelu(x, approximate="none", weights=None) -> y
+    x [..., F] fp32 / bf16 / fp16; approximate "none" (erf) or "tanh"; weights fp32 [...], one for each row, or None for
+    ones; y like x. Backward keeps only x (and weights).
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.core.ops.op import TORCH, Op, triton
+from megalite.core.ops.weigh import weighed
 
 
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+def gelu(x: Tensor, approximate: str = "none", weights: Tensor | None = None) -> Tensor:
     """Torch reference of `gelu`; see the module's contract."""
-    return F.gelu(x, approximate=approximate)
+    return weighed(lambda x: F.gelu(x, approximate=approximate), x, weights)
 
 
 OP = Op("gelu", (gelu,), (triton("activation"), TORCH))

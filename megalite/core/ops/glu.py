@@ -1,10 +1,12 @@
 """Gated linear units on the packed projection (Shazeer 2020).
 
-swiglu(gate_up) -> silu(gate) * up
-geglu(gate_up, approximate="none") -> gelu(gate, approximate) * up; approximate "none" (erf) or "tanh"
+swiglu(gate_up, weights=None) -> silu(gate) * up * weights
+geglu(gate_up, approximate="none", weights=None) -> gelu(gate, approximate) * up * weights; approximate "none" (erf) or
+"tanh"
 
 gate_up [..., 2F] = [gate | up] along the last dim (both halves of the same tensor-parallel rank); result [..., F] of
-the same dtype, freshly allocated. Backward keeps only gate_up and recomputes the activation.
+the same dtype, freshly allocated. weights: fp32 [...], one for each row, or None for ones. Backward keeps only gate_up
+(and weights) and recomputes the activation.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.core.ops.op import CPP, TORCH, Op, triton
+from megalite.core.ops.weigh import weighed
 
 
 class _GLU(torch.autograd.Function):
@@ -46,14 +49,14 @@ def _activate(gate: Tensor, approximate: str | None) -> Tensor:
     return F.silu(gate) if approximate is None else F.gelu(gate, approximate=approximate)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
     """Torch reference of `swiglu`; see the module's contract."""
-    return _GLU.apply(gate_up, None)
+    return weighed(lambda x: _GLU.apply(x, None), gate_up, weights)
 
 
-def geglu(gate_up: Tensor, approximate: str = "none") -> Tensor:
+def geglu(gate_up: Tensor, approximate: str = "none", weights: Tensor | None = None) -> Tensor:
     """Torch reference of `geglu`; see the module's contract."""
-    return _GLU.apply(gate_up, approximate)
+    return weighed(lambda x: _GLU.apply(x, approximate), gate_up, weights)
 
 
 OP = Op("glu", (swiglu, geglu), (triton("activation"), CPP, TORCH))

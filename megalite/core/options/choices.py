@@ -17,12 +17,17 @@ from megalite.core.options.part import PartRules
 Function = Callable[..., Any]
 
 
+def _relu(x: Any, weights: Any = None) -> Any:
+    return x.relu() if weights is None else (x.relu() * weights.unsqueeze(-1)).to(x.dtype)
+
+
 @dataclass(frozen=True)
 class Activation:
     """The function between the two projections of an MLP.
 
     Attributes:
-        make: kernels in use -> function of [..., 2F] = [gate | up] where gated, else of [..., F], to [..., F].
+        make: kernels in use -> function of [..., 2F] = [gate | up] where gated, else of [..., F], to [..., F]; takes
+            `weights`, too, one for each row (`ops.weigh`).
         gated: whether the first projection makes both gate and up.
         keeps_input: whether backward needs its input, and not only its output.
         hf: its name in config.json; None if transformers has no such model.
@@ -46,7 +51,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "geglu_tanh": Activation(lambda ops: partial(ops.geglu, approximate="tanh"), gated=True, hf="gelu_pytorch_tanh"),
     "gelu": Activation(lambda ops: ops.gelu, hf="gelu"),
     "gelu_tanh": Activation(lambda ops: partial(ops.gelu, approximate="tanh"), hf="gelu_new"),
-    "relu": Activation(lambda ops: lambda x: x.relu(), keeps_input=False, hf="relu"),
+    "relu": Activation(lambda ops: _relu, keeps_input=False, hf="relu"),
 }
 """Name (`--activation`) -> activation."""
 

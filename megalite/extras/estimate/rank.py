@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
@@ -88,8 +88,18 @@ class Estimate:
     @property
     def calls(self) -> dict[str, dict[str, int]]:
         """Number of kernels by torch operator, in forward and in backward passes."""
-        calls = Counter((direction, kernel.name) for kernel, direction in self.launched())
-        return {way: {name: n for (at, name), n in calls.items() if at == way} for way in ("forward", "backward")}
+        return self._by_operator(lambda kernel: 1)
+
+    @property
+    def moved(self) -> dict[str, dict[str, int]]:
+        """Bytes that kernels read and write, by torch operator, in forward and in backward passes."""
+        return self._by_operator(lambda kernel: kernel.nbytes)
+
+    def _by_operator(self, figure: Callable[[Kernel], int]) -> dict[str, dict[str, int]]:
+        sums: Counter[tuple[str, str]] = Counter()
+        for kernel, direction in self.launched():
+            sums[direction, kernel.name] += figure(kernel)
+        return {way: {name: n for (at, name), n in sums.items() if at == way} for way in ("forward", "backward")}
 
     @property
     def collectives(self) -> dict[tuple[str, str], tuple[int, int]]:

@@ -37,6 +37,7 @@ def to_json(e: Estimate, predicted: RankMemory) -> dict[str, Any]:
         "predicted_bytes": {"total": predicted.total, **asdict(predicted)},
         "kernels": e.kernels,
         "calls": e.calls,
+        "calls_bytes": e.moved,
         "flops": e.flops,
         "host_syncs": sum(e.syncs.values()),
         "host_syncs_in": e.syncs,

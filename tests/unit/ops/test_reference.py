@@ -39,6 +39,8 @@ GRADCHECKS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "clamped_swiglu": (lambda o, x: o.clamped_swiglu(4 * x), (_x(3, 8),)),
     "geglu erf": (lambda o, x: o.geglu(x, "none"), (_x(3, 8),)),
     "geglu tanh": (lambda o, x: o.geglu(x, "tanh"), (_x(3, 8),)),
+    "weighed swiglu": (lambda o, x, w: o.swiglu(x, w), (_x(3, 8), _x(3, seed=1))),
+    "weighed gelu": (lambda o, x, w: o.gelu(x, weights=w), (_x(3, 4), _x(3, seed=1))),
     "gelu erf": (lambda o, x: o.gelu(x, "none"), (_x(3, 4),)),
     "gelu tanh": (lambda o, x: o.gelu(x, "tanh"), (_x(3, 4),)),
 }
@@ -52,7 +54,15 @@ def test_gradients_by_finite_differences(ops: Ops, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [("rmsnorm", 1.1), ("add_rmsnorm", 1.1), ("swiglu", 2.0), ("gelu", 1.1), ("rope_qkv", 0.4), ("rope", 0.4)],
+    [
+        ("rmsnorm", 1.1),
+        ("add_rmsnorm", 1.1),
+        ("swiglu", 2.0),
+        ("weighed swiglu", 2.1),
+        ("gelu", 1.1),
+        ("rope_qkv", 0.4),
+        ("rope", 0.4),
+    ],
 )
 def test_little_is_kept_for_backward(ops: Ops, name: str, limit: float) -> None:
     """Elements saved by autograd, as a multiple of the op's output."""
@@ -63,6 +73,7 @@ def test_little_is_kept_for_backward(ops: Ops, name: str, limit: float) -> None:
         "rmsnorm": lambda: ops.rmsnorm(x, w, 1e-5),
         "add_rmsnorm": lambda: ops.add_rmsnorm(x, x * 1.0, w, 1e-5)[0],
         "swiglu": lambda: ops.swiglu(x),
+        "weighed swiglu": lambda: ops.swiglu(x, torch.ones(64, 4, requires_grad=True)),
         "gelu": lambda: ops.gelu(x),
         "rope_qkv": lambda: ops.rope_qkv((x * 1.0).view(64, 4, 4, 16), tables[0], tables[1], 2, 1)[0],
         "rope": lambda: ops.rope(x.view(64, 4, 4, 16), tables[0], tables[1]),

@@ -60,6 +60,8 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
         "glu_backward": (r(3, 2, 8), x, 1),
         "triton_glu": (x, 0),
         "triton_glu_backward": (r(3, 2, 8), x, 1),
+        "triton_weighed_glu": (x, r(3, 2), 0),
+        "triton_weighed_glu_backward": (r(3, 2, 8), x, r(3, 2), 1),
         "triton_gelu": (x, 2),
         "triton_gelu_backward": (x, x.clone(), 1),
         "cross_entropy_stats": (*stats, 30),

@@ -32,7 +32,8 @@ SIZES = [3, 0, 5, 16, 0]
 
 def model(**options: Any) -> ModelConfig:
     sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "seq_len": 8, "init_std": 0.3}
-    return ModelConfig.from_arch("llama", **sizes, **{"num_experts": 6, "moe_topk": 2, "moe_ffn_size": 8, **options})
+    experts = {"num_experts": 6, "moe_topk": 2, "moe_ffn_size": 8}
+    return ModelConfig.from_arch("llama", **{**sizes, **experts, **options})
 
 
 def router_of(logits: torch.Tensor, **options: Any) -> Router:
@@ -217,12 +218,15 @@ def test_rows_lie_expert_after_expert_in_the_order_of_tokens(kind: str) -> None:
     x = torch.arange(4.0)[:, None].requires_grad_()
     rows = way.send(x)
     assert rows.flatten().tolist() == [0, 1, 2, 0, 2, 3, 1, 3]
-    weights = torch.tensor([[1.0, 10.0]] * 4)
-    back = way.bring_back(rows * torch.tensor([1, 1, 2, 3, 3, 3, 4, 4.0])[:, None], weights)
+    weights = torch.tensor([[1.0, 10.0]] * 4, requires_grad=True)
+    weighed = way.send_weights(weights) * torch.tensor([1, 1, 2, 3, 3, 3, 4, 4.0])
+    back = way.bring_back(rows * weighed[:, None])
     assert back.flatten().tolist() == [0 * 13, 1 * (1 + 40), 2 * (3 + 20), 3 * (4 + 30)]
     back.sum().backward()
     assert x.grad is not None
     assert x.grad.flatten().tolist() == [3 + 10, 41, 23, 34]
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [[0, 0], [1, 4], [6, 4], [12, 9]]
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
@@ -250,6 +254,28 @@ def test_a_layer_is_the_sum_of_its_experts(activation: str) -> None:
     expected = expected + (x @ p["shared_expert_gate.weight"].t()).sigmoid() * shared
     with torch.no_grad():
         torch.testing.assert_close(layer(x, ForwardPass(1, 0, training=False)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_outputs_of_experts_are_not_kept(bias: bool) -> None:
+    """For backward, a row keeps its input, its activation and what that is made of."""
+    cfg = model(hidden_size=256, moe_ffn_size=64, mlp_bias=bias)
+    layer = MoELayer(layers_of(cfg), 0)
+    init_parameters(layer, 3)
+    x = torch.randn(64, 2, 256, requires_grad=True)
+    routing = layer.router.route(x, TRAINING)
+    kept: dict[int, int] = {}
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    tokens = (x * 1.0).flatten(0, 1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        layer.experts(tokens, routing, layer.experts.start(routing))
+    kept.pop(tokens.untyped_storage().data_ptr(), None)
+    values = 4 * 2 * 128 * (256 + 3 * 64)
+    assert values <= sum(kept.values()) < 1.05 * values
 
 
 @pytest.mark.parametrize("kind", DISPATCHES)

@@ -26,6 +26,7 @@ from megalite.core.ops.delta_rule import Scan
 from megalite.core.ops.grouped import ends_of
 from megalite.core.ops.mixing import least_kept
 from megalite.core.ops.op import Backend, Missing, Op
+from megalite.core.ops.weigh import weighed
 from megalite.core.parts.kernels import cpp, cuda, native
 from megalite.core.sharding.parameter import ShardedParameter
 
@@ -153,6 +154,19 @@ class _Activation(torch.autograd.Function):
         return dx, None, None, None, None
 
 
+class _WeighedGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, kind: str, kernels: str) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        ctx.kind, ctx.kernels = KINDS[kind], kernels
+        return _kernel(kernels, "weighed_glu")(gate_up, weights, ctx.kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *_kernel(ctx.kernels, "weighed_glu_backward")(dy, *ctx.saved_tensors, ctx.kind), None, None
+
+
 class _RopeQKV(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -234,21 +248,15 @@ class _SpreadRows(torch.autograd.Function):
 
 class _CombineRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, k: int, weights: Tensor | None, kernels: str
-    ) -> Tensor:
-        ctx.save_for_backward(order, inverse, weights, None if weights is None else rows)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, k: int, kernels: str) -> Tensor:
+        ctx.save_for_backward(order)
         ctx.k, ctx.kernels = k, kernels
-        return _kernel(kernels, "combine_rows")(rows, inverse, weights, k)
+        return _kernel(kernels, "combine_rows")(rows, inverse, None, k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        order, inverse, weights, rows = ctx.saved_tensors
-        drows = _kernel(ctx.kernels, "spread_rows")(dy, order, weights, ctx.k)
-        if weights is None:
-            return drows, None, None, None, None, None
-        return drows, None, None, None, _kernel(ctx.kernels, "expert_weights_grad")(rows, dy, inverse, ctx.k), None
+        return _kernel(ctx.kernels, "spread_rows")(dy, *ctx.saved_tensors, None, ctx.k), None, None, None, None
 
 
 class _CausalConv(torch.autograd.Function):
@@ -272,11 +280,9 @@ def spread_rows(
     return _SpreadRows.apply(x, order, inverse, k, weights, kernels)
 
 
-def combine_rows(
-    rows: Tensor, order: Tensor, inverse: Tensor, k: int, weights: Tensor | None = None, *, kernels: str
-) -> Tensor:
-    """Run `combine_rows` in one pass, and its backward in one each for rows and weights."""
-    return _CombineRows.apply(rows, order, inverse, k, weights, kernels)
+def combine_rows(rows: Tensor, order: Tensor, inverse: Tensor, k: int, *, kernels: str) -> Tensor:
+    """Run `combine_rows` in one pass each way."""
+    return _CombineRows.apply(rows, order, inverse, k, kernels)
 
 
 def _scan(v: Tensor, kernels: str) -> Scan:
@@ -323,24 +329,32 @@ def add_layernorm(
     return _Norm.apply(x, residual, weight, bias, eps, kernels, group)
 
 
-def swiglu(gate_up: Tensor, *, kernels: str, group: int = 0) -> Tensor:
+def _glu(gate_up: Tensor, weights: Tensor | None, kind: str, kernels: str, group: int = 0) -> Tensor:
+    if weights is not None and kernels == "triton":
+        return _WeighedGLU.apply(gate_up, weights, kind, kernels)
+    return weighed(lambda x: _Activation.apply(x, "glu", kind, kernels, group), gate_up, weights)
+
+
+def swiglu(gate_up: Tensor, weights: Tensor | None = None, *, kernels: str, group: int = 0) -> Tensor:
     """Run `swiglu` in one kernel each way."""
-    return _Activation.apply(gate_up, "glu", "silu", kernels, group)
+    return _glu(gate_up, weights, "silu", kernels, group)
 
 
-def geglu(gate_up: Tensor, approximate: str = "none", *, kernels: str, group: int = 0) -> Tensor:
+def geglu(
+    gate_up: Tensor, approximate: str = "none", weights: Tensor | None = None, *, kernels: str, group: int = 0
+) -> Tensor:
     """Run `geglu` in one kernel each way."""
-    return _Activation.apply(gate_up, "glu", approximate, kernels, group)
+    return _glu(gate_up, weights, approximate, kernels, group)
 
 
-def clamped_swiglu(gate_up: Tensor, *, kernels: str) -> Tensor:
+def clamped_swiglu(gate_up: Tensor, weights: Tensor | None = None, *, kernels: str) -> Tensor:
     """Run `clamped_swiglu` in one kernel each way."""
-    return _Activation.apply(gate_up, "glu", "clamped", kernels, 0)
+    return _glu(gate_up, weights, "clamped", kernels)
 
 
-def gelu(x: Tensor, approximate: str = "none", *, kernels: str) -> Tensor:
+def gelu(x: Tensor, approximate: str = "none", weights: Tensor | None = None, *, kernels: str) -> Tensor:
     """Run `gelu` in one kernel each way."""
-    return _Activation.apply(x, "gelu", approximate, kernels, 0)
+    return weighed(lambda x: _Activation.apply(x, "gelu", approximate, kernels, 0), x, weights)
 
 
 def rope_qkv(

@@ -79,6 +79,14 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
         ),
     ),
     "glu_backward": ("(Tensor dy, Tensor gate_up, int kind) -> Tensor", lambda dy, x, kind: x.new_empty(x.shape)),
+    "weighed_glu": (
+        "(Tensor gate_up, Tensor weights, int kind) -> Tensor",
+        lambda gate_up, weights, kind: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+    ),
+    "weighed_glu_backward": (
+        "(Tensor dy, Tensor gate_up, Tensor weights, int kind) -> (Tensor, Tensor)",
+        lambda dy, x, weights, kind: (x.new_empty(x.shape), weights.new_empty(weights.shape)),
+    ),
     "gelu": ("(Tensor x, int kind) -> Tensor", lambda x, kind: x.new_empty(x.shape)),
     "gelu_backward": ("(Tensor dy, Tensor x, int kind) -> Tensor", lambda dy, x, kind: x.new_empty(x.shape)),
     "rope_": ("(Tensor(a!) qkv, Tensor cos, Tensor sin, int num_rotated) -> ()", _in_place),

@@ -17,8 +17,9 @@ from megalite.core.model.kinds import FEED_FORWARDS, HEADS
 from megalite.core.model.partition import blocks_by_kind
 from megalite.core.model.saved import element_size, residual_bytes, tokens
 from megalite.core.options.recompute import Extent
-from megalite.core.parts.ffn.experts import rows_combined
+from megalite.core.parts.ffn.experts import rows_received
 from megalite.core.parts.memory.offload_memory import offloaded_bytes, sent_blocks
+from megalite.core.parts.options.expert_options import choose_dispatch
 from megalite.core.parts.schedules.choose import name_of
 from megalite.core.parts.schedules.steady import extend, sample_sizes
 from megalite.core.pipeline.schedule import MAX_SENDS, placement_of
@@ -165,10 +166,12 @@ def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
     m, p = cfg.model, cfg.parallel
     if p.device == "cpu":
         return 0
-    # Gradients of the outputs of a token's experts, in the order of slots and in that of experts.
-    combined = 2 * element_size(cfg) * rows_combined(cfg) * m.hidden_size if m.num_experts else 0
     width = element_size(cfg) * tokens(cfg)
     shards = p.tp if cfg.sequence_parallel else 1
+    # Outputs of experts, or their gradients, before and after they are ordered, and after an exchange; with shards, the
+    # last term allows for what is free by then.
+    exchanged = p.ep > 1 and shards == 1 and choose_dispatch(m, p)[0] == "alltoall"
+    combined = (2 + exchanged) * element_size(cfg) * rows_received(cfg) * m.hidden_size if m.num_experts else 0
     sends = min(MAX_SENDS, num_microbatches * p.vp) * width * m.hidden_size // shards if p.pp > 1 else 0
     if shards == 1:
         return sends + combined

@@ -10,6 +10,7 @@ import pytest
 
 from megalite.core.mesh.grid import Grid
 from megalite.core.parts.families import PRESETS
+from megalite.core.parts.ffn.experts import FEED_FORWARD
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.cli import parse
 from tests.unit.extras.estimate.fake_runs import Tool
@@ -18,6 +19,10 @@ from tests.unit.extras.plan.models import NEW_PRESETS
 pytestmark = pytest.mark.full
 # A layer of each kind that a preset has, at its sizes.
 OF_PRESETS = "--precision bf16 --vocab-divisible-by 16 --tp 2 --ep 4 --num-layers 4 --global-batch-size 4"
+QWEN = (  # a layer of it, in one micro-batch
+    "--preset qwen3-30b-a3b --vocab-size 512 --vocab-divisible-by 16 --precision bf16 --micro-batch-size 1 "
+    "--seq-len 4096 --mock-data --device cuda --moe-memory-factor 1"
+)
 FLAGS = (
     "--arch mixtral --num-layers 4 --hidden-size 256 --num-heads 4 --num-kv-heads 4 --ffn-hidden-size 512 "
     "--num-experts 8 --vocab-size 512 --seq-len 128 --global-batch-size 16 --mock-data --device cuda "
@@ -43,7 +48,7 @@ def test_plans_of_presets(tool: Tool, preset: str) -> None:
     plan, states, peak = real["predicted_bytes"], real["states_bytes"], real["peak_bytes"]
     assert plan["weights"] + plan["main_grad"] + plan["optimizer"] == pytest.approx(states, rel=1e-3)
     assert 0.99 < plan["total"] / peak < 1.06
-    assert 0.98 < (plan["total"] - states) / (peak - states) < 1.25
+    assert 0.98 < (plan["total"] - states) / (peak - states) < 1.35
 
 
 @pytest.mark.parametrize("bias", ["", "--mlp-bias"])
@@ -55,16 +60,36 @@ def test_experts_of_one_rank_never_make_the_host_wait(tool: Tool, bias: str) -> 
     assert real["calls"]["backward"]["megalite::triton_grouped_wgrad_"] == 2 * 2 * 4
 
 
+def test_a_layer_of_experts_keeps_no_outputs() -> None:
+    """Bytes of a micro-batch of 4096 tokens, k 8, that plans count for one layer of Qwen3-30B-A3B."""
+    assert sum(kept.bytes for kept in FEED_FORWARD.saved(parse(QWEN.split()).config)) < 290e6
+
+
 def test_what_a_layer_of_experts_launches(tool: Tool) -> None:
     """Of Qwen3's kind, in one micro-batch; a GPU that is late in a step is late here first."""
     flags = FLAGS.replace("mixtral", "qwen3_moe").replace("--ep 2 --tp 2", "--precision bf16 --micro-batch-size 1")
     words = f"--world 1 {flags} --global-batch-size 1 --moe-ffn-size 128 --moe-topk 2"
     calls = [tool.figures(f"{words} --num-layers {n}")["calls"] for n in (1, 2)]
     added = {way: Counter(calls[1][way]) - Counter(calls[0][way]) for way in ("forward", "backward")}
-    assert {way: sum(found.values()) for way, found in added.items()} == {"forward": 56, "backward": 37}
+    assert {way: sum(found.values()) for way, found in added.items()} == {"forward": 57, "backward": 37}
     # What each token's experts, and each expert's tokens, take beside the dense layer's.
     assert added["forward"]["aten::sort"] == added["forward"]["megalite::triton_combine_rows"] == 1
     assert added["backward"]["megalite::triton_grouped_wgrad_"] == 2
+
+
+@pytest.mark.parametrize(("ep", "most"), [(1, 9.1), (2, 25.1)])
+def test_what_a_row_costs_on_its_way(tool: Tool, ep: int, most: float) -> None:
+    """Bytes that kernels move for each of k T H elements, of 2 bytes, to the experts and back, forward and backward.
+
+    Rows that another rank sends are sorted on arrival and before they return.
+    """
+    words = f"--world {ep} --ep {ep} --global-batch-size {ep} {QWEN}"
+    moved = [tool.figures(f"{words} --num-layers {n}")["calls_bytes"] for n in (1, 2)]
+    way = ("megalite::triton_spread_rows", "megalite::triton_combine_rows", "aten::index")
+    added = [Counter(moved[1][d]) - Counter(moved[0][d]) for d in ("forward", "backward")]
+    assert "megalite::triton_expert_weights_grad" not in added[1]
+    elements = 8 * 4096 * 2048
+    assert sum(figures[name] for figures in added for name in way) / elements <= most
 
 
 @pytest.mark.parametrize(("dispatch", "precision"), [("alltoall", "bf16"), ("allgather", "fp16")])
@@ -86,7 +111,7 @@ def test_the_busiest_rank_of_ep(tool: Tool, dispatch: str, precision: str) -> No
     assert real["flops"] == pytest.approx(experts + router + attention + head, rel=0.05)
     # For each layer and micro-batch.
     assert real["host_syncs_in"] == {"status of the step": 1, "rows of experts": 4 * 4}
-    counts = {"all_to_all": 1 + 4} if dispatch == "alltoall" else {"all_gather": 1 + 3, "reduce_scatter": 3}
+    counts = {"all_to_all": 1 + 6} if dispatch == "alltoall" else {"all_gather": 1 + 3, "reduce_scatter": 3}
     assert {name: row["count"] for name, row in real["collectives"]["ep"].items()} == {
         name: 4 * 4 * count for name, count in counts.items()
     }

@@ -123,7 +123,7 @@ def test_imbalance_is_planned_for() -> None:
     cfg = moe({}, {"ep": 4})
     kind = cfg.model.block_kind(0)
     alone, spread = block_activations(moe(), kind), block_activations(cfg, kind)
-    per_row = 4 * (64 + 3 * 48)
+    per_row = 4 * (64 + 3 * 48) + 4
     rows = 32 * 2
     assert spread - alone == round(0.5 * rows) * per_row + round(1.5 * rows) * 16
 
@@ -179,10 +179,10 @@ def test_groups_of_ranks_that_share_experts(world: int, ep: int, group: str, alo
     assert "ep" in dry_run_report(cfg, Grid.from_config(cfg.parallel, world))
 
 
-@pytest.mark.parametrize(("dispatch", "gathered"), [("alltoall", 1), ("allgather", 2), ("auto", 2)])
-def test_the_combined_outputs_of_a_gpu_are_planned_for(dispatch: str, gathered: int) -> None:
+@pytest.mark.parametrize(("dispatch", "states"), [("alltoall", 3), ("allgather", 2), ("auto", 2)])
+def test_the_outputs_of_a_gpu_are_planned_for(dispatch: str, states: int) -> None:
     cfg = moe({"moe_topk": 4}, {"device": "cuda", "ep": 2, "moe_dispatch": dispatch}, micro_batch_size=2)
-    assert _gpu_workspace(cfg, 1) == gathered * 8 * (2 * 32 * 4) * 64
+    assert _gpu_workspace(cfg, 1) == states * 4 * 1.5 * (2 * 32 * 4) * 64
 
 
 @pytest.mark.parametrize("layout", [{"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "etp": "1"}], ids=str)

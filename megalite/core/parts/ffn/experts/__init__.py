@@ -77,16 +77,20 @@ class MoE(FeedForward):
         rows, ffn = rows_received(cfg), m.expert_ffn_size // experts_tp(cfg.parallel)
         gathers = choose_dispatch(m, cfg.parallel)[0] == "allgather"
         sent = rows_combined(cfg)
+        weighed = not m.moe_apply_probs_on_input
+        # The gradient of a weight needs the activation, which is made again of its input.
+        before = (2 if m.gated else 1) if weighed else m.activation_kind.kept
         kept = [
             SavedTensor("probabilities of the router", 4 * own * m.num_experts),
             *self.remembered(cfg),
             SavedTensor("weights of the experts", 4 * sent),
             SavedTensor("order of the tokens by expert", 16 * sent),
             SavedTensor("inputs of the experts", e * rows * m.hidden_size),
-            SavedTensor("experts before their activation", e * rows * m.activation_kind.kept * ffn),
+            SavedTensor("experts before their activation", e * rows * before * ffn),
             SavedTensor("experts after their activation", e * rows * ffn),
-            SavedTensor("outputs of the experts", e * sent * m.hidden_size),
         ]
+        if weighed:
+            kept.append(SavedTensor("weights of the rows of the experts", 4 * rows))
         if cfg.parallel.ep > 1 and not gathers:
             kept.append(SavedTensor("order of the tokens that arrived", 16 * rows))
         if m.moe_renormalize:

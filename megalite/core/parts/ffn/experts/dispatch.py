@@ -9,7 +9,8 @@ waits, after work that does not need them.
 
 alltoall: rows are sorted by expert, so that those for a rank are neighbors, and exchanged; on arrival they lie source
 after source, and are sorted by expert once more. A rank sends k x (N - 1) / N rows there and as many back, for x tokens
-and N ranks. The outputs of a token are summed in the order of its choices: results do not depend on the layout.
+and N ranks, and a number for the weight of each. The outputs of a token are summed in the order of its choices: results
+do not depend on the layout.
 
 allgather: every rank gets all tokens, takes those for its experts, and what each makes of a token is summed over the
 ranks. A rank sends x (N - 1) rows there and as many back: less where N is below k. Nothing is uneven, and no counts are
@@ -67,8 +68,12 @@ class Dispatch(ABC):
         """
 
     @abstractmethod
-    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
-        """Return the sum of the experts' outputs for every token, [T, H], weighed where there are weights, fp32."""
+    def send_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Bring the weights, fp32, to the rows of `send`: [R]."""
+
+    @abstractmethod
+    def bring_back(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the experts' outputs for every token, [T, H]."""
 
 
 class AllToAll(Dispatch):
@@ -114,17 +119,23 @@ class AllToAll(Dispatch):
 
     def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
         """Sort by expert, exchange, sort what arrives."""
-        rows = self.ops.spread_rows(x_TH, self.order, self.inverse, self.k, weights_TK)
+        return self._exchange(self.ops.spread_rows(x_TH, self.order, self.inverse, self.k, weights_TK))
+
+    def send_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Sort, exchange and sort as the rows are."""
+        return self._exchange(Permute.apply(weights_TK.view(-1, 1), self.order, self.inverse)).squeeze(1)
+
+    def _exchange(self, rows: torch.Tensor) -> torch.Tensor:
         if self.arrived is None:
             return rows
         return Permute.apply(exchange_rows(rows, self.ep, self.sent, self.received), self.arrived, self.returned)
 
-    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+    def bring_back(self, rows_RH: torch.Tensor) -> torch.Tensor:
         """Go the same way back; sum in the order of the choices."""
         if self.arrived is not None:
             rows_RH = Permute.apply(rows_RH, self.returned, self.arrived)
             rows_RH = exchange_rows(rows_RH, self.ep, self.received, self.sent)
-        return self.ops.combine_rows(rows_RH, self.order, self.inverse, self.k, weights_TK)
+        return self.ops.combine_rows(rows_RH, self.order, self.inverse, self.k)
 
 
 class AllGather(Dispatch):
@@ -163,10 +174,14 @@ class AllGather(Dispatch):
         weights_TK = weights_TK if weights_TK is None else gather_sequence(weights_TK, self.ep)
         return self.ops.spread_rows(gather_sequence(x_TH, self.ep), self.order, self.inverse, self.k, weights_TK)
 
-    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
-        """Weigh what there is of each token, and sum it over the ranks."""
-        weights_TK = weights_TK if weights_TK is None else gather_sequence(weights_TK, self.ep)
-        y_TH = self.ops.combine_rows(rows_RH, self.order, self.inverse, self.k, weights_TK)
+    def send_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Gather, and take those of the rows."""
+        weights = gather_sequence(weights_TK, self.ep).view(-1, 1)
+        return Permute.apply(weights, self.order, self.inverse).squeeze(1)
+
+    def bring_back(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        """Sum what there is of each token, and that over the ranks."""
+        y_TH = self.ops.combine_rows(rows_RH, self.order, self.inverse, self.k)
         return collectives.scatter_sequence(y_TH, self.ep)
 
 

@@ -16,45 +16,55 @@ from megalite.core.sharding.parameter import ShardedParameter
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: ShardedParameter, layer: GroupedLinear, sizes: Sequence[int]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: ShardedParameter,
+        layer: GroupedLinear,
+        sizes: Sequence[int],
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, weights)
         ctx.layer, ctx.sizes = layer, sizes
         y = layer.products.forward(x, weight, sizes)
-        if layer.bias is None or not layer.adds_bias:
-            return y
-        return y.add_(layer.bias.repeat_interleave(counts_of(sizes, y), 0, output_size=len(y)))
+        return y.add_(_weighed(layer.biases(sizes, y), weights)) if layer.adds_bias else y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weights = ctx.saved_tensors
         layer = ctx.layer
         sizes = ctx.sizes
         dy = dy.contiguous()
+        dweights = None
+        if layer.adds_bias and weights is not None:
+            dweights = (dy.float() * layer.biases(sizes, dy)).sum(-1)
 
         def add(weight: ShardedParameter) -> None:
             layer.products.wgrad(dy, x, weight, sizes)
 
         def sums() -> torch.Tensor:
+            each = _weighed(dy.float(), weights)
             if dy.is_cuda:
                 # In one launch, and the host need not know the sizes; `unsafe`: nor check them.
-                lengths = counts_of(sizes, dy)
-                return torch.segment_reduce(dy.float(), "sum", lengths=lengths, axis=0, unsafe=True)
-            return torch.stack([dy[rows].sum(0, dtype=torch.float32) for rows in groups(sizes)])
+                return torch.segment_reduce(each, "sum", lengths=counts_of(sizes, dy), axis=0, unsafe=True)
+            return torch.stack([each[rows].sum(0) for rows in groups(sizes)])
 
         put_grad(layer, add, sums)
-        return layer.products.dgrad(dy, layer.weight, sizes), None, None, None
+        return layer.products.dgrad(dy, layer.weight, sizes), None, None, None, dweights
+
+
+def _weighed(x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    return x if weights is None else x * weights.unsqueeze(-1)
 
 
 class GroupedLinear(nn.Module):
-    """y = x_e W_e^T + b_e for the rows of each expert e of this rank: [R, I] -> [R, O].
+    """y = x_e W_e^T + w b_e for the rows of each expert e of this rank: [R, I] -> [R, O].
 
     Args:
         layers: makes the layers of this stage.
         name: global name; its weights are [experts, out, in] of this rank, their biases, if declared, [experts, out].
 
     Attributes:
-        adds_bias: whether the bias is added here: of ranks whose outputs are summed, one adds it. Its gradient is whole
+        adds_bias: whether a bias is added here: of ranks whose outputs are summed, one adds it. Its gradient is whole
             on each of them.
     """
 
@@ -67,11 +77,22 @@ class GroupedLinear(nn.Module):
         self.products = layers.grouped_products(spec)
         # Outputs of experts that are cut along their input are summed over tp.
         summed = self.weight.shard.layout.grid["tp"] > 1 and ("tp", 2) in spec.sharded_dims
-        self.adds_bias = not summed or layers.tp.rank == 0
+        self.adds_bias = self.bias is not None and (not summed or layers.tp.rank == 0)
 
-    def forward(self, x_RI: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Multiply; `sizes` holds the number of rows of each expert."""
-        return _GroupedLinear.apply(x_RI, self.weight, self, sizes)
+    def forward(self, x_RI: torch.Tensor, sizes: Sequence[int], weights_R: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply.
+
+        Args:
+            x_RI: the rows, expert after expert.
+            sizes: number of rows of each expert.
+            weights_R: fp32, what the rows have been multiplied by, and their biases are; None: nothing.
+        """
+        return _GroupedLinear.apply(x_RI, self.weight, self, sizes, weights_R)
+
+    def biases(self, sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Return the bias of each row, [R, O]; `like` has as many rows."""
+        assert self.bias is not None
+        return self.bias.repeat_interleave(counts_of(sizes, like), 0, output_size=len(like))
 
 
 class _WideLinear(torch.autograd.Function):

@@ -1,5 +1,8 @@
 """A layer of experts.
 
+A token's weight for an expert multiplies the activation, before the last product: what is summed is then a plain sum,
+and the experts' outputs need not be kept for the weights' gradients (as in Megatron-Core).
+
 Experts see the tokens of all ranks that share them (`tensor_parallel.dispatch`). Where each is cut over tp like a dense
 MLP, its tp ranks first bring their tokens together: with sequence parallelism by gathering the shards, after they are
 routed. Whole experts (`--etp 1`) take the shards as they are.
@@ -90,16 +93,17 @@ class Experts(nn.Module):
         x_TH, weights_TK = enter(x_TH, tp), enter(routing.weights_TK, tp)
         way.wait()
         rows = way.send(x_TH, weights_TK if self.weigh_inputs else None)
+        given = rows, way.sizes, None if self.weigh_inputs else way.send_weights(weights_TK)
         if self._too_many(len(rows), weights_TK.numel()):
-            rows = checkpoint(self._transform, rows, way.sizes, use_reentrant=False, preserve_rng_state=False)
+            rows = checkpoint(self._transform, *given, use_reentrant=False, preserve_rng_state=False)
         else:
-            rows = self._transform(rows, way.sizes)
-        return leave(way.bring_back(rows, None if self.weigh_inputs else weights_TK), tp)
+            rows = self._transform(*given)
+        return leave(way.bring_back(rows), tp)
 
-    def _transform(self, x_RH: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Apply each expert to its rows."""
+    def _transform(self, x_RH: torch.Tensor, sizes: Sequence[int], weights_R: torch.Tensor | None) -> torch.Tensor:
+        """Apply each expert to its rows, and weigh its outputs."""
         first = self.gate_up_proj if self.gated else self.up_proj
-        return self.down_proj(self.activation(first(x_RH, sizes)), sizes)
+        return self.down_proj(self.activation(first(x_RH, sizes), weights=weights_R), sizes, weights_R)
 
     def _too_many(self, rows: int, sent: int) -> bool:
         """Whether there are more rows than memory is planned for, and nothing else recomputes them."""

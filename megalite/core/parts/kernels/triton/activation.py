@@ -1,4 +1,4 @@
-"""SwiGLU, clamped or not, and GeGLU on the packed projection, GELU, forward and backward.
+"""SwiGLU, clamped or not, and GeGLU on the packed projection (weighed or not), GELU, forward and backward.
 
 Contracts: core/ops/glu.py, clamped_glu.py, gelu.py.
 """
@@ -55,11 +55,13 @@ def factor(up, KIND: tl.constexpr):
 @triton.jit
 def glu_forward_kernel(
     gate_up_ptr,
+    weights_ptr,
     out_ptr,
     codes_ptr,
     scale_ptr,
     width,
     KIND: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -73,6 +75,8 @@ def glu_forward_kernel(
     up = tl.load(packed + width, mask=mask, other=0.0).to(tl.float32)
     value, _ = activate(gate, KIND)
     up, _ = factor(up, KIND)
+    if WEIGHTS:
+        up = up * tl.load(weights_ptr + row)
     out = (value * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + columns, out, mask=mask)
     if GROUP:
@@ -97,6 +101,30 @@ def glu_backward_kernel(dy_ptr, gate_up_ptr, grad_ptr, width, KIND: tl.constexpr
 
 
 @triton.jit
+def weighed_glu_backward_kernel(
+    dy_ptr, gate_up_ptr, weights_ptr, grad_ptr, dweights_ptr, width, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the gradients of a row and of its weight, in one pass over the row."""
+    row = tl.cast(tl.program_id(0), tl.int64)
+    weight = tl.load(weights_ptr + row)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        mask = columns < width
+        packed = row * 2 * width + columns
+        gate = tl.load(gate_up_ptr + packed, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + packed + width, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+        value, slope = activate(gate, KIND)
+        up, up_slope = factor(up, KIND)
+        total += tl.where(mask, dy * value * up, 0.0)
+        dy = dy * weight
+        tl.store(grad_ptr + packed, (dy * up * slope).to(grad_ptr.dtype.element_ty), mask=mask)
+        tl.store(grad_ptr + packed + width, (dy * value * up_slope).to(grad_ptr.dtype.element_ty), mask=mask)
+    tl.store(dweights_ptr + row, tl.sum(total, 0))
+
+
+@triton.jit
 def gelu_forward_kernel(x_ptr, y_ptr, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
@@ -113,20 +141,40 @@ def gelu_backward_kernel(dy_ptr, x_ptr, dx_ptr, n, KIND: tl.constexpr, BLOCK: tl
     tl.store(dx_ptr + at, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _glu_codes(gate_up: Tensor, kind: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _glu_forward(gate_up: Tensor, weights: Tensor | None, kind: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = rows_of(gate_up)
     width = rows.shape[1] // 2
     out = rows.new_empty(len(rows), width)
     codes, scale = empty_codes(rows, width, group)
     if out.numel():
         glu_forward_kernel[len(rows), triton.cdiv(width, _BLOCK)](
-            rows, out, codes, scale, width, KIND=kind, BLOCK=_BLOCK, GROUP=group, LARGEST=LARGEST, num_warps=4, **FUSE
+            rows,
+            None if weights is None else weights.contiguous(),
+            out,
+            codes,
+            scale,
+            width,
+            KIND=kind,
+            WEIGHTS=weights is not None,
+            BLOCK=_BLOCK,
+            GROUP=group,
+            LARGEST=LARGEST,
+            num_warps=4,
+            **FUSE,
         )
     return out.view(*gate_up.shape[:-1], width), codes, scale
 
 
+def _glu_codes(gate_up: Tensor, kind: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _glu_forward(gate_up, None, kind, group)
+
+
 def _glu(gate_up: Tensor, kind: int) -> Tensor:
-    return _glu_codes(gate_up, kind, 0)[0]
+    return _glu_forward(gate_up, None, kind, 0)[0]
+
+
+def _weighed_glu(gate_up: Tensor, weights: Tensor, kind: int) -> Tensor:
+    return _glu_forward(gate_up, weights, kind, 0)[0]
 
 
 def _glu_backward(dy: Tensor, gate_up: Tensor, kind: int) -> Tensor:
@@ -137,6 +185,18 @@ def _glu_backward(dy: Tensor, gate_up: Tensor, kind: int) -> Tensor:
         grid = (len(rows), triton.cdiv(width, _BLOCK))
         glu_backward_kernel[grid](rows_of(dy), rows, grad, width, KIND=kind, BLOCK=_BLOCK, num_warps=4, **FUSE)
     return grad.view(gate_up.shape)
+
+
+def _weighed_glu_backward(dy: Tensor, gate_up: Tensor, weights: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    rows, weights = rows_of(gate_up), weights.contiguous()
+    grad, dweights = torch.empty_like(rows), torch.empty_like(weights)
+    width = rows.shape[1] // 2
+    if len(rows):
+        block = min(_BLOCK, triton.next_power_of_2(width))
+        weighed_glu_backward_kernel[(len(rows),)](
+            rows_of(dy), rows, weights, grad, dweights, width, KIND=kind, BLOCK=block, num_warps=4, **FUSE
+        )
+    return grad.view(gate_up.shape), dweights
 
 
 def _gelu(x: Tensor, kind: int) -> Tensor:
@@ -159,5 +219,7 @@ def _gelu_backward(dy: Tensor, x: Tensor, kind: int) -> Tensor:
 register("glu", _glu)
 register("glu_codes", _glu_codes)
 register("glu_backward", _glu_backward)
+register("weighed_glu", _weighed_glu)
+register("weighed_glu_backward", _weighed_glu_backward)
 register("gelu", _gelu)
 register("gelu_backward", _gelu_backward)
