@@ -13,11 +13,11 @@ import torch
 import megalite
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference.command import evaluate as evaluate_main
-from megalite.extras.prepare.named_templates import read_named
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from megalite.runtime.data import IndexedDataset, chat_template_of
+from megalite.runtime.data.chats.named_templates import read_named
 from tests.workers import WorkerPool
 
 SIZES: dict[str, Any] = {

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError
-from megalite.extras.prepare.named_templates import NAMED, read_named, served_form
-from megalite.extras.prepare.template import ChatTemplate, Renderer
 from megalite.runtime.base.untrusted import MAX_TEMPLATE, BadFile, read_regular
+from megalite.runtime.data.chats.named_templates import NAMED, read_named, served_form
+from megalite.runtime.data.chats.template import ChatTemplate, Renderer
 from megalite.runtime.data.tokenizer import Tokenizer
 from megalite.runtime.data.tokenizer_files import read_json
 

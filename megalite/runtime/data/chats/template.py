@@ -26,8 +26,8 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from megalite.core.base.errors import UserError
-from megalite.extras.prepare.named_templates import MARK, fitting_names, read_named
-from megalite.extras.prepare.omissions import find_omission, find_omitted_content
+from megalite.runtime.data.chats.named_templates import MARK, fitting_names, read_named
+from megalite.runtime.data.chats.omissions import find_omission, find_omitted_content
 from megalite.runtime.data.tokenizer import Span
 
 TIME_LIMIT_S = 10.0
