@@ -9,6 +9,7 @@ same text.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import resource
@@ -76,6 +77,12 @@ class ChatTemplate:
     where: str
     tokens: dict[str, str]
     now: datetime
+
+    @property
+    def identity(self) -> str:
+        """Hash of all that the text of a conversation depends on."""
+        inputs = json.dumps([self.source, self.tokens, self.now.isoformat()], sort_keys=True)
+        return hashlib.sha256(inputs.encode()).hexdigest()
 
 
 class _Generation(Extension):
