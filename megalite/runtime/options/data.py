@@ -23,8 +23,8 @@ class DataConfig:
     tokenizer: str | None = None
     """Directory or file of the tokenizer that the data was made with, or that text is tokenized with."""
     key: str = "text"
-    """Text as data: JSON key or parquet column that holds it. Of chats, key of the messages; by default their usual keys
-    are known."""
+    """Text as data: JSON key or parquet column that holds it. Of chats, key of the messages; by default their usual
+    keys are known."""
     chat_template: str | None = None
     """Chats as data: what writes them, as a name (chatml, llama3, qwen3, ...) or a jinja file. Default: the template in
     the tokenizer's folder."""
