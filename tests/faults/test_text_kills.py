@@ -20,7 +20,7 @@ RUN = [
 
 
 def record(kind: str, file: int, line: int) -> dict[str, object]:
-    """A record; four lines of text have as many tokens as three chats."""
+    """A record; four lines of text have a few more tokens than two chats."""
     if kind == "text":
         return {"text": f"file {file} line {line} " + "ab" * line}
     return {"prompt": f"line {line}", "completion": f"{file}"}
@@ -38,7 +38,7 @@ def test_kills_in_later_epochs_and_a_second_resume_change_no_bit(
     """16 steps of 64 tokens, of four files with some 80 each: the kills are in the second and third epoch."""
     (tmp_path / "text").mkdir()
     for number in range(4):
-        lines = [json.dumps(record(kind, number, i)) for i in range(4 if kind == "text" else 3)]
+        lines = [json.dumps(record(kind, number, i)) for i in range(4 if kind == "text" else 2)]
         (tmp_path / "text" / f"{number}.jsonl").write_text("\n".join(lines))
     flags = [*RUN, *options, "--data", str(tmp_path / "text")]
 
@@ -65,7 +65,7 @@ def test_kills_in_later_epochs_and_a_second_resume_change_no_bit(
     assert losses[1][-10:] == pytest.approx(losses[0][-10:], rel=1e-5)
 
     text = (tmp_path / "text" / "2.jsonl").read_text()
-    (tmp_path / "text" / "2.jsonl").write_text(text.replace("line 2", "line 7"))
+    (tmp_path / "text" / "2.jsonl").write_text(text.replace("line 1", "line 7"))
     left = zygote.start([*flags, "--run-dir", str(tmp_path / "whole"), "--train-steps", "20"], 1, tmp_path).end()
     assert codes(left) == [2]
     assert "the training data: checkpoint" in left[0].err
