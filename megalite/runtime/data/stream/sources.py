@@ -96,6 +96,7 @@ class TextSource(Source):
         self._open: OrderedDict[tuple[int, int], Tokens] = OrderedDict()
         self._lock = Lock()
         self._skipped: set[tuple[int, int]] = set()
+        self._told_small = False
         self._hash = ""
 
     def sizes(self, piece: int, part: int) -> Part:
@@ -191,8 +192,15 @@ class TextSource(Source):
 
     def _forget(self, piece: int, part: int, why: Exception) -> None:
         path = self.recipe.path(self.catalogue.piece(piece), part)
-        logger.warning(f"{path} is damaged or was changed, and is made again: {why}")
-        path.unlink(missing_ok=True)
+        if path.exists():
+            logger.warning(f"{path} is damaged or was changed, and is made again: {why}")
+            path.unlink(missing_ok=True)
+        elif not self._told_small:
+            self._told_small = True
+            logger.warning(
+                f"{self.name}: tokens were deleted while they were in use, and are made again: a larger "
+                f"--cache-gb than {self.recipe.limit / 1e9:g} avoids that"
+            )
         with self._lock:
             self._open.pop((piece, part), None)
 
