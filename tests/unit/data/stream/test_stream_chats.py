@@ -188,6 +188,21 @@ def test_another_template_finds_nothing_of_the_first(small: None, tmp_path: Path
         assert data.content_hash() == hashed, "what is learned may change at a resume"
 
 
+def test_a_template_that_writes_the_date_writes_the_same_one_on_every_day(
+    small: None, tmp_path: Path, caplog: Any
+) -> None:
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_bytes(lines(conversations(1, 5)))
+    (tmp_path / "dated.jinja").write_text(
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }};{% endgeneration %}{% else %}{{ m.content }}:{% endif %}{% endfor %}"
+    )
+    options = {**IN_ORDER, "chat_template": str(tmp_path / "dated.jinja")}
+    with opened([tmp_path / "chats"], tmp_path / "cache", **options) as data:
+        assert bytes(read(data, range(1))[0].inputs.tolist()).startswith(b"26 Jul 2024")
+    assert "writes today's date, which here is always 26 July 2024" in caplog.text
+
+
 def test_chats_are_blended_with_text(small: None, tmp_path: Path) -> None:
     write_chats(tmp_path / "chats")
     (tmp_path / "text").mkdir()
