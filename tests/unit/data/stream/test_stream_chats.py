@@ -77,7 +77,7 @@ def prepared(folder: Path, records: Sequence[Record]) -> IndexedDataset:
     return IndexedDataset(str(folder / "made"))
 
 
-def samples_of(made: IndexedDataset, on: Any, keep: Any = lambda size: True) -> list[tuple[list[int], ...]]:
+def samples_of(made: IndexedDataset, on: Any, keep: Any = lambda size: True) -> list[tuple[Any, ...]]:
     """Inputs, targets, starts and the place of weights of all whole samples, from the documents end to end."""
     mask, ids, begins, learned, weights = LossMask(made, on), [], [], [], []
     for document in range(made.num_documents):
@@ -87,14 +87,14 @@ def samples_of(made: IndexedDataset, on: Any, keep: Any = lambda size: True) -> 
             begins += [True] + [False] * (len(tokens) - 1)
             learned += of_document
             weights += [1 / max(sum(of_document[1:]), 1)] * len(tokens)
-    out = []
+    out: list[tuple[Any, ...]] = []
     for at in range(0, len(ids) - SEQ, SEQ):
         starts, targets = [0], []
         for place in range(1, SEQ):
             starts.append(place if begins[at + place] else starts[-1])
         for place in range(at + 1, at + SEQ + 1):
             targets.append(ids[place] if learned[place] and not begins[place] else -1)
-        out.append((ids[at : at + SEQ], targets, starts, np.float32(weights[at + 1 : at + SEQ + 1]).tolist()))
+        out.append((ids[at : at + SEQ], targets, starts, np.array(weights[at + 1 : at + SEQ + 1], np.float32).tolist()))
     return out
 
 
@@ -207,7 +207,7 @@ def test_chats_are_blended_with_text(small: None, tmp_path: Path) -> None:
     write_chats(tmp_path / "chats")
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_bytes(json_lines(["one two three"] * 400))
-    blend = [0.5, tmp_path / "chats", 0.5, tmp_path / "text"]
+    blend: list[Any] = [0.5, tmp_path / "chats", 0.5, tmp_path / "text"]
     with opened(blend, tmp_path / "cache", lanes=2, **CHATML) as data:
         samples = [data.sample(position) for position in range(40)]
         assert {isinstance(sample, Rows) for sample in samples} == {True, False}
@@ -245,18 +245,17 @@ def test_a_row_that_is_not_utf_8_is_a_bad_record(small: None, tmp_path: Path) ->
 
 def test_first_records_say_what_a_folder_holds(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    for number, (record, key, chats) in enumerate(
-        [
-            ({"messages": turns}, "text", True),
-            ({"messages": turns, "text": "as one text"}, "text", False),
-            ({"prompt": "a", "completion": "b"}, "text", True),
-            ({"prompt": "a"}, "text", False),
-            ({"instruction": "a", "response": "b"}, "text", True),
-            ({"dialog": turns}, "dialog", True),
-            ({"dialog": "one text"}, "dialog", False),
-            ({"dialog": 7}, "dialog", False),
-        ]
-    ):
+    cases: list[tuple[Record, str, bool]] = [
+        ({"messages": turns}, "text", True),
+        ({"messages": turns, "text": "as one text"}, "text", False),
+        ({"prompt": "a", "completion": "b"}, "text", True),
+        ({"prompt": "a"}, "text", False),
+        ({"instruction": "a", "response": "b"}, "text", True),
+        ({"dialog": turns}, "dialog", True),
+        ({"dialog": "one text"}, "dialog", False),
+        ({"dialog": 7}, "dialog", False),
+    ]
+    for number, (record, key, chats) in enumerate(cases):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "a.jsonl").write_bytes(b"\n" + lines([record]))
