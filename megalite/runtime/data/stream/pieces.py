@@ -18,6 +18,7 @@ import json
 import os
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,7 @@ class Tokens:
         starts: position of each document's first token, then the total, int64.
         last: whether the piece ends here.
         skipped: bad records that were left out.
+        notes: what of how many conversations is not as given.
 
     Raises:
         ValueError: the file is damaged; made again, it will be as it was.
@@ -117,6 +119,7 @@ class Tokens:
         self._dtype, marked = np.dtype(header["dtype"]), bool(header.get("marked"))
         self.last = bool(header["last"])
         self.skipped = int(header["bad"])
+        self.notes: dict[str, int] = header.get("notes", {})
         try:
             self._file = TokenFile(path, size, sums)
             lengths = self._file.read(size - 4 * header["documents"], 4 * header["documents"])
@@ -394,6 +397,7 @@ class _Writer:
         self._dtype, self._hasher = dtype.newbyteorder("<"), BlockHasher()
         self._sizes: list[int] = []
         self._marks: list[bytes] = []
+        self._notes: Counter[str] = Counter()
         self._file: Any = None
         self.bad = self.size = 0
 
@@ -413,6 +417,7 @@ class _Writer:
         self._sizes += encoded.sizes
         if encoded.learned is not None:
             self._marks.append(encoded.learned.tobytes())
+        self._notes += encoded.notes
         self.bad += len(encoded.bad)
 
     def _write(self, data: bytes) -> None:
@@ -422,7 +427,7 @@ class _Writer:
 
     def finish(self, last: bool) -> int:
         """Commit the file; return its size in bytes."""
-        marked = {"marked": True} if self._marks else {}
+        marked = {"marked": True, "notes": self._notes} if self._marks else {}
         self._write(b"".join(self._marks))
         self._write(np.array(self._sizes, "<i4").tobytes())
         entries = {"dtype": self._dtype.str, "documents": len(self._sizes), "last": last, "bad": self.bad, **marked}

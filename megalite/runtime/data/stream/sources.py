@@ -97,6 +97,7 @@ class TextSource(Source):
         self._lock = Lock()
         self._skipped: set[tuple[int, int]] = set()
         self._told_small = False
+        self._noted: set[str] = set()
         self._hash = ""
 
     def sizes(self, piece: int, part: int) -> Part:
@@ -188,6 +189,10 @@ class TextSource(Source):
         if tokens.skipped and (piece, part) not in self._skipped:
             self._skipped.add((piece, part))
             logger.warning(f"{order.files[0].name}: {tokens.skipped} bad records are skipped in a piece (--skip-bad)")
+        for note in sorted(tokens.notes.keys() - self._noted):
+            self._noted.add(note)
+            first = f"{order.files[0].name}: in the first piece with such, {tokens.notes[note]} of {len(tokens.sizes)}"
+            logger.info(f"{first} conversations {note}")
         return tokens
 
     def _forget(self, piece: int, part: int, why: Exception) -> None:

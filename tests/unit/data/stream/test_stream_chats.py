@@ -112,11 +112,13 @@ def same(left: Sequence[Rows], right: Sequence[Rows]) -> bool:
     )
 
 
-def test_tokens_and_masks_are_those_of_prepared_chats(small: None, tmp_path: Path) -> None:
+def test_tokens_and_masks_are_those_of_prepared_chats(small: None, tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
     made = prepared(tmp_path, write_chats(tmp_path / "chats"))
     on: Any
     for on in ("answers", "last", "all"):
         want = samples_of(made, on)
+        caplog.clear()
         with opened([tmp_path / "chats"], tmp_path / "cache", loss_on=on, loss_per="sample", **IN_ORDER) as data:
             assert data.has_documents
             rows = read(data, range(len(want)))
@@ -125,6 +127,7 @@ def test_tokens_and_masks_are_those_of_prepared_chats(small: None, tmp_path: Pat
             assert sample.weights is not None
             assert [sample.inputs.tolist(), sample.targets.tolist(), sample.starts.tolist()] == [ids, targets, starts]
             assert sample.weights.tolist() == weights
+        assert caplog.text.count("conversations with answers that are not learned, as their weight is 0") == 1
     assert len(want) > 300
     short = samples_of(made, "answers", lambda size: size <= SEQ * 8 + 1)
     assert len(short) < len(want)
