@@ -15,18 +15,32 @@ STEPS = 16
 RUN = [
     *("--num-layers", "1", "--hidden-size", "16", "--num-heads", "2", "--seq-len", "16", "--global-batch-size", "4"),
     *("--device", "cpu", "--lr", "1e-3", "--train-steps", str(STEPS), "--save-every", "2", "--tokenizer", "bytes"),
-    *("--data-lanes", "3", "--shuffle-tokens", "64", "--data-workers", "1", "--document-mask"),
+    *("--data-lanes", "3", "--shuffle-tokens", "64", "--data-workers", "1"),
 ]
 
 
+def record(kind: str, file: int, line: int) -> dict[str, object]:
+    """A record; four lines of text have a few more tokens than two chats."""
+    if kind == "text":
+        return {"text": f"file {file} line {line} " + "ab" * line}
+    return {"prompt": f"line {line}", "completion": f"{file}"}
+
+
 @pytest.mark.full
-def test_kills_in_later_epochs_and_a_second_resume_change_no_bit(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("text", ["--document-mask"]), ("chats", ["--chat-template", "chatml", "--loss-per", "sample"])],
+    ids=["text", "chats"],
+)
+def test_kills_in_later_epochs_and_a_second_resume_change_no_bit(
+    zygote: Zygote, tmp_path: Path, kind: str, options: list[str]
+) -> None:
     """16 steps of 64 tokens, of four files with some 80 each: the kills are in the second and third epoch."""
     (tmp_path / "text").mkdir()
     for number in range(4):
-        lines = [json.dumps({"text": f"file {number} line {i} " + "ab" * i}) for i in range(4)]
+        lines = [json.dumps(record(kind, number, i)) for i in range(4 if kind == "text" else 2)]
         (tmp_path / "text" / f"{number}.jsonl").write_text("\n".join(lines))
-    flags = [*RUN, "--data", str(tmp_path / "text")]
+    flags = [*RUN, *options, "--data", str(tmp_path / "text")]
 
     def start(name: str, world: int, *faults: dict[str, object], more: Sequence[str] = ()) -> list[int]:
         # Each run tokenizes for itself.
@@ -51,7 +65,7 @@ def test_kills_in_later_epochs_and_a_second_resume_change_no_bit(zygote: Zygote,
     assert losses[1][-10:] == pytest.approx(losses[0][-10:], rel=1e-5)
 
     text = (tmp_path / "text" / "2.jsonl").read_text()
-    (tmp_path / "text" / "2.jsonl").write_text(text.replace("line 3", "line 7"))
+    (tmp_path / "text" / "2.jsonl").write_text(text.replace("line 1", "line 7"))
     left = zygote.start([*flags, "--run-dir", str(tmp_path / "whole"), "--train-steps", "20"], 1, tmp_path).end()
     assert codes(left) == [2]
     assert "the training data: checkpoint" in left[0].err

@@ -21,9 +21,9 @@ from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.convert.megatron.config import model_of
 from megalite.extras.convert.megatron.convert import import_megatron
 from megalite.extras.convert.megatron.names import place
-from megalite.extras.prepare.chat import ChatEncoder
-from megalite.extras.prepare.find_template import find_template
 from megalite.extras.view.metrics import read_metrics
+from megalite.runtime.data.chats.chat import ChatEncoder
+from megalite.runtime.data.chats.find_template import find_template
 from megalite.runtime.data.documents import BadRecord, parse, read_chunks
 from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.options import cli

@@ -49,6 +49,7 @@ METAVARS = {
     "[WEIGHT] PREFIX|FOLDER ...": "data valid_data",
     "FILE ...": "eval_tasks",
     "KEY": "key",
+    "NAME|FILE": "chat_template",
     "W,W,W": "split",
     "A:B": "record_schedule",
     "A:B,...": "profile tensor_stats",

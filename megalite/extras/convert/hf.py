@@ -27,7 +27,6 @@ from megalite.extras.convert.stream import (
 )
 from megalite.extras.convert.tokenizer import export_tokenizer
 from megalite.extras.convert.upcycle import upcycled, upcycled_tensors
-from megalite.extras.prepare.chat import turn_ends
 from megalite.extras.saved_model import recorded_tokenizer, resolve_checkpoint
 from megalite.runtime.checkpoint.hf.config import write_config
 from megalite.runtime.checkpoint.hf.packing import FileTensor, file_tensors, pieces
@@ -36,6 +35,7 @@ from megalite.runtime.checkpoint.load import model_config, weights_of
 from megalite.runtime.checkpoint.manifest import Manifest, read_manifest
 from megalite.runtime.checkpoint.reader import ShardReader
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes
+from megalite.runtime.data.chats.chat import turn_ends
 from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.places.disk import BLOCK, write_file
 

@@ -11,9 +11,9 @@ from typing import Any
 from megalite.core.base.errors import UserError, printable
 from megalite.extras.inference.generate import Sampling, new_tokens
 from megalite.extras.inference.load import Model
-from megalite.extras.prepare.chat import ControlWords, turn_ends
-from megalite.extras.prepare.find_template import find_template, make_template
-from megalite.extras.prepare.template import ChatTemplate, Renderer, TemplateFailure
+from megalite.runtime.data.chats.chat import ControlWords, turn_ends
+from megalite.runtime.data.chats.find_template import find_template, make_template
+from megalite.runtime.data.chats.template import ChatTemplate, Renderer, TemplateFailure
 from megalite.runtime.data.tokenizer import Tokenizer
 from megalite.runtime.data.tokenizer_files import read_json
 

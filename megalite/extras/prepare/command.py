@@ -11,7 +11,6 @@ from megalite.core.base.errors import in_range, require
 from megalite.core.base.log import logger, setup_logging
 from megalite.extras.compat.megatron_preprocess import commands
 from megalite.extras.prepare.merge import merge
-from megalite.extras.prepare.named_templates import NAMED
 from megalite.extras.prepare.preprocess import check_output
 from megalite.extras.prepare.preprocess import preprocess as preprocess_files
 from megalite.extras.prepare.stream_order import preprocess_stream
@@ -20,6 +19,7 @@ from megalite.extras.tool import ToolParser
 from megalite.runtime.base.child import num_cores
 from megalite.runtime.base.urls import cached_at, is_url
 from megalite.runtime.data import TextOptions, split_of
+from megalite.runtime.data.chats.named_templates import NAMED
 from megalite.runtime.options.run import RunConfig
 from megalite.runtime.places.downloads import bring_tree
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megalite.extras.prepare.chat import ChatEncoder, EncodedRecord
-from megalite.extras.prepare.messages import BadConversation, messages_of
+from megalite.runtime.data.chats.chat import ChatEncoder, EncodedRecord
+from megalite.runtime.data.chats.messages import BadConversation, messages_of
 
 _SAME = "chosen and rejected are the same, so nothing to prefer"
 

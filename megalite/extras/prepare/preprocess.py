@@ -24,13 +24,13 @@ import numpy as np
 from megalite import __version__
 from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger
-from megalite.extras.prepare.chat import ChatEncoder
-from megalite.extras.prepare.find_template import find_template
 from megalite.extras.prepare.pairs import PairEncoder
 from megalite.extras.prepare.progress import Progress
-from megalite.extras.prepare.template import ChatTemplate
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.extras.prepare.workers import EncoderFactory, encode_all
+from megalite.runtime.data.chats.chat import ChatEncoder
+from megalite.runtime.data.chats.find_template import find_template
+from megalite.runtime.data.chats.template import ChatTemplate, Renderer
 from megalite.runtime.data.documents import Chunk, expand_inputs, holds_records, read_chunks
 from megalite.runtime.data.encode import EncodedChunk, TextEncoder
 from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
@@ -196,6 +196,7 @@ def _template(option: str | None, tokenizer: Tokenizer, paths: Iterable[Path], k
         rule = "conversations are lines of a .jsonl file, or a list in a .json file"
         raise UserError(f"--chat --input {other}", rule, "convert it to .jsonl")
     template = find_template(option, tokenizer)
+    Renderer(template)  # an error here, and not in a process that encodes
     logger.info(f"chat template: {template.where}")
     return template
 

@@ -12,10 +12,11 @@ from contextlib import closing
 
 import numpy as np
 
-from megalite.core.base.errors import UserError
+from megalite.core.base.errors import UserError, require
 from megalite.extras.prepare.preprocess import sidecar_of
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.data.sidecar import max_bytes
+from megalite.runtime.data.stream.catalogue import Catalogue
 from megalite.runtime.data.stream.opening import TextOptions, open_text
 from megalite.runtime.data.stream.sources import Ints, TextSource
 from megalite.runtime.data.stream.workers import Workers
@@ -46,7 +47,10 @@ def preprocess_stream(word: str, tokenizer_path: str, out_prefix: str, options: 
         closing(Workers(options.workers, tokenizer)) as workers,
         IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size)) as writer,
     ):
-        source = open_text(word, options, tokenizer, workers)
+        catalogue = Catalogue(word, options.key)
+        given, rule = f"--order stream with --input {word}", "holds chats, and their samples are packed another way"
+        require(not catalogue.chats, given, rule, "give --chat without --order stream, or train on the folder")
+        source = open_text(catalogue, options, tokenizer, workers)
         pieces: list[list[tuple[int, str]]] = [[] for _ in range(source.num_pieces)]
         for piece, key, sizes, ids in _parts(source, _AHEAD * options.workers):
             writer.add_documents(ids, sizes)

@@ -85,6 +85,11 @@ class Datasets:
         if isinstance(self.train, BlendedDataset) and len(recorded.get("taken", ())) == len(self.train.weights):
             self.train.order.start_from(recorded["position"], recorded["taken"])
 
+    def chat_templates(self) -> dict[str, str]:
+        """Return the templates, for inference, of chats that are trained on as text, by their names in `--data`."""
+        sources = self.train.sources if isinstance(self.train, StreamDataset) else []
+        return {source.name: source.template.served for source in sources if source.template is not None}
+
     def content_hashes(self) -> dict[str, str | None]:
         """Return what identifies the data in a checkpoint's metadata."""
         train, valid = self.train.content_hash(), self.valid.content_hash() if self.valid is not None else None
@@ -162,8 +167,8 @@ def build_datasets(
         evaluate: whether evaluation data is required: then a split of it that is shorter than a sample is an error,
             otherwise there is no evaluation data.
         document_mask: mark where documents begin in samples of continuous text; packed samples always do.
-        loss_on, loss_per, long_documents: see `LossMask` and `PackedDataset`. By default, data with a loss mask learn
-            their answers, others every token.
+        loss_on, loss_per, long_documents: see `LossMask`, `PackedDataset` and `ChatOptions`. By default, chats and data
+            with a loss mask learn their answers, others every token.
         share: (rank, world): the ranks share the checking of the files, see `IndexedDataset.verify`.
         text: how text is read.
         pairs: the stage that learns from pairs of answers, of which one is preferred: the data are these.
@@ -174,11 +179,6 @@ def build_datasets(
     if any(texts_of(words) or stream_prefixes_of(words) for words in (data, valid_data)):
         rule = "learns from pairs of answers, and text has none"
         require(not pairs, f"--stage {pairs} with text as data", rule, "make pairs with megalite preprocess --pairs")
-        chat = loss_on not in (None, "all") or loss_per == "sample"
-        given = f"--loss-on {loss_on}" if loss_on not in (None, "all") else f"--loss-per {loss_per}"
-        require(
-            not chat, f"{given} with text as data", "text has no answers", "drop it, or use megalite preprocess --chat"
-        )
         streams = Streams(
             text or TextOptions(),
             lambda prefix: _unmarked(prefix, vocab_size, share),
@@ -186,6 +186,9 @@ def build_datasets(
             seq_len=seq_len,
             seed=seed,
             document_mask=document_mask,
+            loss_on=loss_on,
+            loss_per=loss_per,
+            long_documents=long_documents,
         )
         return _streams(streams, data, valid_data, split if not valid_data else None, shuffle, evaluate)
     sources = _open(data, vocab_size, share)
@@ -226,6 +229,7 @@ def _streams(
         valid = streams.open(parse_data(valid_data), None, 1, shuffle=False)
     elif evaluate and any(float(part) > 0 for part in (split or "").split(",")[1:2]):
         valid = streams.open(parse_data(data), split, 1, shuffle=False)
+    streams.require_used()
     return Datasets(train, valid, streams.workers)
 
 

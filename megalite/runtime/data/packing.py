@@ -19,6 +19,8 @@ from megalite.runtime.data.samples import read_ids
 from megalite.runtime.data.shuffle import VERSION_OF_DATA, epoch_order
 from megalite.runtime.data.tokens import IndexedDataset
 
+LossOn = Literal["answers", "all", "last"]
+
 WINDOW = 4096
 """Number of documents that are packed together: neighbors in the epoch's order."""
 
@@ -65,7 +67,7 @@ class LossMask:
         UserError: the file is missing, or of another length than the tokens.
     """
 
-    def __init__(self, indexed: IndexedDataset, on: Literal["answers", "all", "last"]) -> None:
+    def __init__(self, indexed: IndexedDataset, on: LossOn) -> None:
         self.indexed = indexed
         self.on = on
         self.path = mask_path(indexed.prefix)
@@ -85,15 +87,26 @@ class LossMask:
         start, stop = self.indexed.starts[document : document + 2].tolist()
         if self.on == "all":
             return np.ones(stop - start, np.bool_)
-        marks = np.frombuffer(self.file.read(start, stop - start), np.uint8)
-        if self.on == "last" and (marks == 2).any():
-            return marks == 2
-        marked = marks != 0
-        if self.on == "last" and marked.any():
-            last = len(marked) - 1 - int(np.argmax(marked[::-1]))
-            before = np.flatnonzero(~marked[:last])
-            marked[: before[-1] if len(before) else 0] = False
-        return marked
+        return learned_of(np.frombuffer(self.file.read(start, stop - start), np.uint8), self.on)
+
+
+def learned_of(marks: npt.NDArray[np.uint8], on: LossOn) -> npt.NDArray[np.bool_]:
+    """Return which tokens of a document are learned, given its bytes of a mask; both [tokens].
+
+    Args:
+        marks: not 0 in answers, 2 in the last answer.
+        on: see `LossMask`.
+    """
+    if on == "all":
+        return np.ones(len(marks), np.bool_)
+    if on == "last" and (marks == 2).any():
+        return marks == 2
+    marked = marks != 0
+    if on == "last" and marked.any():
+        last = len(marked) - 1 - int(np.argmax(marked[::-1]))
+        before = np.flatnonzero(~marked[:last])
+        marked[: before[-1] if len(before) else 0] = False
+    return marked
 
 
 def mask_path(prefix: str) -> Path:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,18 +123,22 @@ def read_stream_pieces(prefix: str | Path) -> StreamPieces | None:
     return found
 
 
-def chat_template_of(prefixes: Iterable[str], learned: str | None = None) -> str | None:
+def chat_template_of(
+    prefixes: Iterable[str], learned: str | None = None, streamed: Mapping[str, str] | None = None
+) -> str | None:
     """Return the chat template of a model that trains on these data; None if several templates wrote them.
 
     Args:
         prefixes: prefixes of the data.
         learned: template of the checkpoint that the run starts from, used if no template wrote the data.
+        streamed: names of chats that are read as text, and their templates.
 
     Raises:
         UserError: as `read_sidecar`.
     """
     entries = ((prefix, (read_sidecar(prefix) or {}).get("chat_template")) for prefix in prefixes)
-    prefix_of = {template: prefix for prefix, template in entries if isinstance(template, str)}
+    named = chain(entries, (streamed or {}).items())
+    prefix_of = {template: prefix for prefix, template in named if isinstance(template, str)}
     if len(prefix_of) > 1:
         names = " and ".join(sorted(prefix_of.values())[:2])
         warn_on_rank_0(f"{names} were written by different chat templates: checkpoints and exports will have none")

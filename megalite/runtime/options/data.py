@@ -14,8 +14,8 @@ class DataConfig:
     """Training and evaluation data."""
 
     data: tuple[str, ...] = ()
-    """Training data: PREFIX (for PREFIX.bin and PREFIX.idx), or text: FOLDER or FILE (.jsonl, .parquet), FOLDER:SPLIT;
-    or WEIGHT and one of these in pairs for a blend. Text needs --tokenizer."""
+    """Training data: PREFIX (for PREFIX.bin and PREFIX.idx), or text or chats: FOLDER or FILE (.jsonl, .parquet),
+    FOLDER:SPLIT; or WEIGHT and one of these in pairs for a blend. Text needs --tokenizer."""
     valid_data: tuple[str, ...] = ()
     """Evaluation data, in the same form as --data. Default: the second part of --split."""
     split: str = "99,1,0"
@@ -23,7 +23,11 @@ class DataConfig:
     tokenizer: str | None = None
     """Directory or file of the tokenizer that the data was made with, or that text is tokenized with."""
     key: str = "text"
-    """Text as data: JSON key or parquet column that holds it."""
+    """Text as data: JSON key or parquet column that holds it. Of chats, key of the messages; by default their usual
+    keys are known."""
+    chat_template: str | None = None
+    """Chats as data: what writes them, as a name (chatml, llama3, qwen3, ...) or a jinja file. Default: the template in
+    the tokenizer's folder."""
     skip_bad: bool = False
     """Text as data: skip records that are not text, up to 1 % of a piece, and warn; otherwise one ends the run."""
     data_lanes: int | None = None
@@ -38,12 +42,13 @@ class DataConfig:
     document_mask: bool = False
     """Stop attention at document boundaries, restart positions there, and ignore targets across them."""
     loss_on: Literal["answers", "all", "last"] | None = None
-    """Chat data: tokens to train on: the answers marked in PREFIX.mask.bin, the last answer of each conversation, or
-    all. Default: answers where there is such a file."""
+    """Chat data: tokens to train on: the answers, the last answer of each conversation, or all. Default: answers where
+    they are marked, in PREFIX.mask.bin or by the template of chats as data."""
     loss_per: Literal["token", "sample"] = "token"
     """Chat data: give every trained token the same weight in the loss, or every conversation."""
     long_documents: Literal["cut", "drop"] = "cut"
-    """Chat data: truncate conversations longer than seq_len + 1 tokens (cut), or drop them."""
+    """Chat data: truncate conversations longer than seq_len + 1 tokens (cut), or drop them. Of chats as data a longer
+    one goes on in the next sample instead of being truncated."""
 
     @property
     def within_documents(self) -> bool:

@@ -37,7 +37,7 @@ from megalite.runtime.start.moments import unfit_moments
 # Data options that determine the order of samples.
 _ORDER = (
     *("seed", "seq_len", "data", "valid_data", "split", "shuffle", "mock_data", "long_documents"),
-    *("key", "data_lanes", "shuffle_tokens"),
+    *("key", "data_lanes", "shuffle_tokens", "chat_template"),
 )
 
 # Options of other groups that influence updates.

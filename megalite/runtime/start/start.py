@@ -96,7 +96,7 @@ def open_run(
         agree(ctx, lambda: make_run_dir(run_dir))
         agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))
         if companion.round == 0:
-            log_banner(engine)
+            log_banner(engine, chats=bool(datasets.chat_templates()))
         heartbeat.beat("set-up: checkpoint", patience=OWN)
         copies = restore.open_copies(engine, companion)
         run_id = gather_texts(companion.turn.run_id, ctx.world, ctx.device)[0]
@@ -145,7 +145,7 @@ def _starting_point(
     restore.check_unchanged(restored, meta)
     state = restored or (source.state(resume(engine, source, meta)) if source else init_weights(engine))
     prefixes, learned = prefixes_of(cfg.local_data.data) if cfg.data.data else (), state.get("chat_template")
-    meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned))
+    meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned, datasets.chat_templates()))
     if source:
         log_start(engine, source, meta)
     if cfg.train.stage == "dpo" and PREFERENCES[cfg.train.dpo_loss].has_reference:
@@ -288,8 +288,8 @@ def make_run(
     )
 
 
-def log_banner(engine: Engine[Config]) -> None:
-    """Log what is about to be trained."""
+def log_banner(engine: Engine[Config], chats: bool = False) -> None:
+    """Log what is about to be trained; `chats`: some of it is read from text."""
     cfg, ctx = engine.cfg, engine.ctx
     *fewer, count = cfg.microbatch_counts(ctx.dp.size)
     others = "".join(f", {axis.name} {axis.size}" for axis in (ctx.axis("cp"), ctx.ep) if axis.size > 1)
@@ -303,15 +303,15 @@ def log_banner(engine: Engine[Config]) -> None:
     )
     if cfg.peak_rate:
         logger.info(f"peak learning rate {cfg.peak_rate}")
-    _log_documents(engine)
+    _log_documents(engine, chats)
     _log_sharding(engine)
 
 
-def _log_documents(engine: Engine[Config]) -> None:
+def _log_documents(engine: Engine[Config], chats: bool) -> None:
     """Log how attention stays within documents, if it does."""
     cfg, dtype = engine.cfg, DTYPES[engine.cfg.train.precision]
     packed = cfg.data.data and any(mask_path(prefix).exists() for prefix in prefixes_of(cfg.local_data.data))
-    if not packed and not cfg.data.document_mask:
+    if not packed and not chats and not cfg.data.document_mask:
         return
     model = cfg.model
     why = why_masked(engine.ctx.device, dtype, model.key_size, model.attention_softcap)

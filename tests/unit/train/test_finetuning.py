@@ -13,11 +13,11 @@ import torch
 import megalite
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference.command import evaluate as evaluate_main
-from megalite.extras.prepare.named_templates import read_named
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from megalite.runtime.data import IndexedDataset, chat_template_of
+from megalite.runtime.data.chats.named_templates import read_named, served_form
 from tests.workers import WorkerPool
 
 SIZES: dict[str, Any] = {
@@ -100,6 +100,33 @@ def test_options_that_have_nothing_to_act_on(tmp_path: Path) -> None:
     for options in ({"document_mask": True}, {"loss_on": "last"}, {"loss_per": "sample"}):
         with pytest.raises(megalite.UserError, match="with --mock-data: synthetic sequences have neither"):
             megalite.configure(**{**SIZES, **options, "mock_data": True})
+
+
+def test_chats_as_data_go_on_with_the_same_bits_and_template(tmp_path: Path) -> None:
+    """In another process it would be the same; a template of other words is other data."""
+    talks = [[turn("user", f"{n} and {n}?"), turn("assistant", f"{n * n}!")] for n in range(200)]
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    options = {
+        "data": (str(tmp_path / "chats"),),
+        "tokenizer": "bytes",
+        "vocab_size": None,
+        "chat_template": "chatml",
+        "cache_dir": str(tmp_path / "cache"),
+        "data_workers": 1,
+        "eval_every": 3,
+        "loss_per": "sample",
+    }
+    whole, evaluated = train(0, str(tmp_path / "whole"), options)
+    begun, _ = train(0, str(tmp_path / "cut"), options, stop=2)
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    more, again = train(0, str(tmp_path / "cut"), options)
+    assert [*begun, *more] == whole
+    assert again == evaluated
+    with megalite.start(megalite.configure(**{**SIZES, **options, "run_dir": str(tmp_path / "cut")})) as run:
+        assert run.meta["chat_template"] == served_form(read_named("chatml"))
+    with pytest.raises(megalite.UserError, match="chat_template chatml there, tulu here"):
+        train(0, str(tmp_path / "cut"), {**options, "chat_template": "tulu"})
 
 
 def test_a_chat_template_goes_with_the_model(

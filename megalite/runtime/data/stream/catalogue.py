@@ -1,6 +1,6 @@
 """The text files of a folder, and the pieces that they are read in: what can be opened alone, without the rest.
 
-Listing opens no file but parquet's, for their footers, and those without a known suffix.
+Listing opens files for their first lines, and parquet's for their footers.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import yaml
@@ -21,6 +21,7 @@ from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.runtime.data.documents import holds_records, is_text, kind_of
 from megalite.runtime.data.foreign import missing_index
+from megalite.runtime.data.stream.records import Kind, chat_columns, first_record, holds_conversation
 from megalite.runtime.data.tokenizer import optional_import
 
 LINES, ROWS = (".jsonl", ".ndjson"), ".parquet"
@@ -37,7 +38,6 @@ _SPLITS = {
 _LARGE_GROUP = 64 << 20
 _MAX_README = 1 << 20
 
-Kind = Literal["lines", "packed", "rows", "texts"]
 Stamp = tuple[int, int]
 """Size in bytes, and time of the last change in ns."""
 
@@ -106,23 +106,26 @@ class Catalogue:
 
     Args:
         word: PATH or PATH:SPLIT, as in `--data`.
-        key: column of the text in parquet, and key in JSON.
+        key: column of the text in parquet, and key in JSON; or of the messages.
 
     Attributes:
         name: the word.
+        chats: whether the records are conversations.
         num_pieces: number of pieces.
         text_bytes: bytes of text in them; of compressed files, their size on disk.
         piece_bytes: bytes of text that a piece or a part has at most, but for its last document.
 
     Raises:
-        UserError: there is nothing to train on, or a file is of a kind that is not read in pieces.
+        UserError: there is nothing to train on, a file is of a kind that is not read in pieces, or some hold
+            conversations and others text.
     """
 
     def __init__(self, word: str, key: str) -> None:
         self.name, (path, split) = word, split_of(word)
         self.files = _files(Path(path), split, key)
+        self.chats = _are_chats(word, self.files, key)
         sizes = [f.stamp[0] for f in self.files]
-        groups = {i: _row_groups(f, key) for i, f in enumerate(self.files) if f.kind == "rows"}
+        groups = {i: _row_groups(f, key, self.chats) for i, f in enumerate(self.files) if f.kind == "rows"}
         self.text_bytes = sum(sizes[i] for i in range(len(sizes)) if i not in groups)
         self.text_bytes += sum(text for of_file in groups.values() for _, text in of_file)
         self.piece_bytes = min(max(self.text_bytes // _PIECES, _LEAST), _MOST)
@@ -264,6 +267,19 @@ def _source_file(name: str, path: Path, key: str) -> SourceFile:
     return SourceFile(name, str(path), (status.st_size, status.st_mtime_ns), how)
 
 
+def _are_chats(word: str, files: Iterable[SourceFile], key: str) -> bool:
+    """Whether the first records of files are conversations; refuse files of both kinds."""
+    found: dict[bool, str] = {}
+    for file in files:
+        record = first_record(Path(file.path), file.kind)
+        if record is not None:
+            found.setdefault(holds_conversation(record, key), file.name)
+    if len(found) > 1:
+        rule = f"holds chats ({found[True]}) and text ({found[False]}), by the first records of its files"
+        raise UserError(f"--data {word}", rule, "put them into two folders, and blend these: --data 0.9 A 0.1 B")
+    return True in found
+
+
 def _refuse_saved(root: Path, given: str) -> None:
     """Refuse folders whose files are not text, though they hold some."""
     saved = any((root / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
@@ -297,18 +313,20 @@ def _warn_large(path: str, size: int) -> None:
     logger.warning(f"{path} has row groups of {size >> 20} MiB, which are decoded as a whole: write smaller ones")
 
 
-def _row_groups(file: SourceFile, key: str) -> list[tuple[int, int]]:
-    """Return (rows, bytes of the text's column) of each row group, by the file's footer."""
+def _row_groups(file: SourceFile, key: str, chats: bool) -> list[tuple[int, int]]:
+    """Return (rows, bytes of the columns that are read) of each row group, by the file's footer."""
     parquet: Any = optional_import("pyarrow.parquet", "pyarrow", "data")
     pyarrow: Any = optional_import("pyarrow", "pyarrow", "data")
     try:
         metadata = parquet.read_metadata(file.path)
+        # Of a list or struct its leaves, as messages.list.element.role.
         names = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-        if key not in names:
+        roots = chat_columns([name.split(".")[0] for name in names], key) if chats else [key]
+        columns = [i for i, name in enumerate(names) if (name.split(".")[0] if chats else name) in roots]
+        if not columns:
             raise UserError(f"--key {key}", f"{file.path} has the columns {names}", "name one of them with --key")
-        column = names.index(key)
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        sizes = [(g.num_rows, max(g.column(column).total_uncompressed_size, 1)) for g in groups]
+        sizes = [(g.num_rows, max(sum(g.column(c).total_uncompressed_size for c in columns), 1)) for g in groups]
     except (pyarrow.ArrowException, OSError) as e:
         raise UserError(file.path, f"cannot be read as parquet ({e})", "download or write it again") from None
     if sizes and max(size for _, size in sizes) > _LARGE_GROUP:

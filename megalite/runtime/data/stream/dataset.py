@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
-from megalite.core.rows import Rows, Tokens
+from megalite.core.rows import IGNORE, Rows, Tokens
+from megalite.runtime.data.packing import LossOn, learned_of
 from megalite.runtime.data.samples import mark_documents
 from megalite.runtime.data.shuffle import VERSION_OF_DATA
 from megalite.runtime.data.stream.order import Lane, Part, Shape, Span, StreamOrder
@@ -53,6 +55,21 @@ def choose_shape(
     return Shape(seed, lanes, max(1, tokens // seq_len) if shuffle else 1, seq_len, shuffle)
 
 
+@dataclass(frozen=True)
+class ChatOptions:
+    """What of conversations is learned.
+
+    Attributes:
+        on: see `LossMask`.
+        per_sample: give the targets of each conversation the weight 1 together, instead of 1 each.
+        drop_long: leave out conversations of more than seq_len + 1 tokens; else they go on in the next sample.
+    """
+
+    on: LossOn = "answers"
+    per_sample: bool = False
+    drop_long: bool = False
+
+
 class StreamDataset:
     """Take samples from the lanes of sources.
 
@@ -62,7 +79,9 @@ class StreamDataset:
         shape: numbers of the run.
         split: which documents are used.
         vocab_size: ids must be below it; None leaves them unchecked.
-        document_mask: mark where documents begin; their last tokens then have no target.
+        document_mask: mark where documents begin; their last tokens then have no target. Those of conversations are
+            always marked.
+        chats: what of conversations is learned.
 
     Raises:
         UserError: a source has fewer pieces than there are lanes.
@@ -77,11 +96,13 @@ class StreamDataset:
         split: Split | None = None,
         vocab_size: int | None = None,
         document_mask: bool = False,
+        chats: ChatOptions | None = None,
     ) -> None:
         self.sources, self.weights, self.shape = list(sources), list(weights), shape
         self.split, self.vocab_size = split or Split(), vocab_size
         self.seq_len, self.version = shape.seq_len, VERSION_OF_DATA
-        self.document_mask = self.has_documents = document_mask
+        self.document_mask, self.chats = document_mask, chats or ChatOptions()
+        self.has_documents = document_mask or any(source.template is not None for source in sources)
         lanes = [
             [
                 Lane(
@@ -112,19 +133,31 @@ class StreamDataset:
             for following in range(position, position + self.shape.lanes):
                 self._begin(*self.order.place(following))
         spans = self.order.lanes[source][lane].sample(nth)
-        tokens = self._read(self.sources[source], spans)
+        tokens, of_chats = self._read(self.sources[source], spans), self.sources[source].template is not None
         if self.vocab_size is not None and int(tokens.max()) >= self.vocab_size:
             given = f"token id {int(tokens.max())} in sample {position} of {self.sources[source].name}"
             rule = f"ids must be below --vocab-size {self.vocab_size}"
             raise UserError(given, rule, "use the --vocab-size of the tokenizer")
-        if not self.document_mask:
+        if not self.document_mask and not of_chats:
             return tokens
         begins, at = [], 0
         for span in spans:
             if at and not span.token:
                 begins.append(at)
             at += span.tokens
-        return mark_documents(tokens, np.array(begins, np.int64))
+        rows = mark_documents(tokens, np.array(begins, np.int64))
+        return self._mark_answers(rows, self.sources[source], spans) if of_chats else rows
+
+    def _mark_answers(self, rows: Rows, source: Source, spans: Sequence[Span]) -> Rows:
+        """Leave out the targets of a sample that are not learned; spread a conversation's weight over all of its."""
+        learned, weights = [], []
+        for span in spans:
+            whole = learned_of(source.marks(span.piece, span.part, span.row), self.chats.on)
+            learned.append(whole[span.token : span.token + span.tokens])
+            # Nothing predicts a conversation's first token.
+            weights.append(np.full(span.tokens, 1 / max(int(whole[1:].sum()), 1), np.float32))
+        targets = np.where(np.concatenate(learned)[1:], rows.targets, IGNORE)
+        return replace(rows, targets=targets, weights=np.concatenate(weights)[1:] if self.chats.per_sample else None)
 
     def content_hash(self) -> str:
         """Hash the files, the numbers of the order, and the weights; refuses the same data twice."""
@@ -142,7 +175,11 @@ class StreamDataset:
     def _hash(self, hashes: Sequence[str]) -> str:
         s = self.shape
         numbers = (s.lanes, s.window, s.seq_len, self.split.begin, self.split.stop)
-        lines = [f"stream {numbers!r}", *(f"{w!r} {h}" for w, h in zip(self.weights, hashes))]
+        drops = self.chats.drop_long and any(source.template is not None for source in self.sources)
+        lines = [
+            f"stream {numbers!r}{' without long conversations' if drops else ''}",
+            *(f"{w!r} {h}" for w, h in zip(self.weights, hashes)),
+        ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def log_pool(self) -> None:
@@ -156,7 +193,10 @@ class StreamDataset:
     def _sizes(self, source: Source, piece: int, part: int) -> Part:
         """Return the documents of a part that are of the split."""
         known = source.sizes(piece, part)
-        return Part(self.split.of(known.sizes, source.key(piece, part)), known.last)
+        sizes = known.sizes
+        if self.chats.drop_long and source.template is not None:
+            sizes = np.where(sizes > self.seq_len + 1, 0, sizes)
+        return Part(self.split.of(sizes, source.key(piece, part)), known.last)
 
     def _begin(self, source: int, lane: int, nth: int) -> None:
         """Announce the pieces of a lane that is read for the first time: then all lanes are tokenized at once."""

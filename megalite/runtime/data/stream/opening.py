@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from megalite.core.base.errors import UserError
+from megalite.core.base.errors import UserError, require
+from megalite.core.base.log import logger
+from megalite.runtime.data.packing import LossOn
 from megalite.runtime.data.samples import split_documents
 from megalite.runtime.data.sidecar import read_stream_pieces
 from megalite.runtime.data.stream.catalogue import Catalogue, is_text_path
-from megalite.runtime.data.stream.dataset import StreamDataset, choose_shape
+from megalite.runtime.data.stream.dataset import ChatOptions, StreamDataset, choose_shape
 from megalite.runtime.data.stream.pieces import Recipe
 from megalite.runtime.data.stream.sources import PrefixSource, Source, Split, TextSource
 from megalite.runtime.data.stream.workers import Workers
 from megalite.runtime.data.tokenizer import Tokenizer
 from megalite.runtime.data.tokens import IndexedDataset
 
+if TYPE_CHECKING:
+    from megalite.runtime.data.chats.template import ChatTemplate
+
 _PARTS = 1 << 40
+_DATE = datetime(2024, 7, 26)
+"""What templates take for today, that a piece which is made again has the same tokens: Llama 3's own default."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +35,13 @@ class TextOptions:
 
     Attributes:
         tokenizer: makes the ids; each document ends with its end-of-text id. None where there is no text.
-        key: JSON key or parquet column of the text.
+        key: JSON key or parquet column of the text, or of the messages.
         skip_bad: skip records that are not text, up to 1 % of a piece.
         lanes, shuffle_tokens: see `choose_shape`.
         cache_dir: folder for what is tokenized.
         cache_bytes: most bytes of it; the oldest are deleted.
         workers: processes that tokenize.
+        chat_template: a name or a file, see `find_template`.
     """
 
     tokenizer: Tokenizer | None = None
@@ -42,6 +52,7 @@ class TextOptions:
     cache_dir: str = ""
     cache_bytes: int = 0
     workers: int = 0
+    chat_template: str | None = None
 
 
 class Streams:
@@ -56,6 +67,8 @@ class Streams:
         vocab_size: ids must be below it.
         seq_len, seed: tokens per sample, and seed of the order.
         document_mask: mark where documents begin.
+        loss_on: what of conversations is learned: see `LossMask`; None: their answers.
+        loss_per, long_documents: see `PackedDataset`.
 
     Raises:
         UserError: the tokenizer has no end of text, or files cannot be used.
@@ -70,7 +83,12 @@ class Streams:
         seq_len: int,
         seed: int,
         document_mask: bool,
+        loss_on: LossOn | None = None,
+        loss_per: Literal["token", "sample"] = "token",
+        long_documents: Literal["cut", "drop"] = "cut",
     ) -> None:
+        self._loss_on, self._loss_per = loss_on, loss_per
+        self._chats = ChatOptions(loss_on or "answers", loss_per == "sample", long_documents == "drop")
         self._options, self._open_prefix = options, open_prefix
         self._vocab_size, self._seq_len, self._seed = vocab_size, seq_len, seed
         self._document_mask = document_mask
@@ -92,6 +110,7 @@ class Streams:
         if wrong := [f"{w:g} {s.name}" for w, s in zip(weights, sources) if not 0 < w < float("inf")]:
             rule = "a blend's weights are finite numbers above 0"
             raise UserError(f"--data {wrong[0]}", rule, "leave out the sets not to be used")
+        self._require_answers(sources)
         shape = choose_shape(
             sources,
             seed=self._seed,
@@ -108,7 +127,22 @@ class Streams:
             split=Split(*bounds),
             vocab_size=self._vocab_size,
             document_mask=self._document_mask,
+            chats=self._chats,
         )
+
+    def _require_answers(self, sources: Sequence[Source]) -> None:
+        """Refuse options of chats where there is text alone, or text beside them."""
+        text = next((source.name for source in sources if source.template is None), None)
+        on, per = self._loss_on not in (None, "all"), self._loss_per == "sample"
+        given = f"--loss-on {self._loss_on}" if on else f"--loss-per {self._loss_per}"
+        rule, remedy = "text has no answers", "drop it, or use megalite preprocess --chat"
+        require(text is None or not (on or per), f"{given} with text as data ({text})", rule, remedy)
+
+    def require_used(self) -> None:
+        """Refuse a chat template that writes nothing, once all data are open."""
+        given, rule = f"--chat-template {self._options.chat_template}", "writes chats, and the data are text"
+        used = any(source.template is not None for source in self._sources.values())
+        require(self._options.chat_template is None or used, given, rule, "drop it, or check --key")
 
     def _source(self, word: str) -> Source:
         if word not in self._sources:
@@ -121,21 +155,36 @@ class Streams:
             rule = "text is tokenized while training reads it, and there is no tokenizer"
             raise UserError(f"--data {word}", rule, "give --tokenizer, or make token files with megalite preprocess")
         self.workers = self.workers or Workers(o.workers, o.tokenizer)
-        return open_text(word, o, o.tokenizer, self.workers)
+        return open_text(Catalogue(word, o.key), o, o.tokenizer, self.workers)
 
     def _prefix(self, prefix: str) -> Source:
         return PrefixSource(self._open_prefix(prefix), self._vocab_size, read_stream_pieces(prefix))
 
 
-def open_text(word: str, options: TextOptions, tokenizer: Tokenizer, workers: Workers) -> TextSource:
-    """Open a folder or file of text.
+def open_text(catalogue: Catalogue, options: TextOptions, tokenizer: Tokenizer, workers: Workers) -> TextSource:
+    """Open the text of a catalogue, or its chats.
 
     Raises:
-        UserError: the tokenizer has no end of text, or there is nothing to read.
+        UserError: the tokenizer has no end of text, or chats have no template.
     """
-    if tokenizer.eos_id is None:
+    o, folder = options, str(Path(options.cache_dir).expanduser())
+    template = None
+    if catalogue.chats:
+        template = _template(catalogue.name, o, tokenizer, workers)
+    elif tokenizer.eos_id is None:
         rule = "has no known end-of-text token, and every document must end with one"
         raise UserError(f"tokenizer {tokenizer.path}", rule, "set eos_token in tokenizer_config.json beside it")
-    o, folder = options, str(Path(options.cache_dir).expanduser())
-    recipe = Recipe(o.key, tokenizer.identity, tokenizer.kind, o.skip_bad, folder, o.cache_bytes)
-    return TextSource(Catalogue(word, o.key), recipe, workers)
+    recipe = Recipe(o.key, tokenizer.identity, tokenizer.kind, o.skip_bad, folder, o.cache_bytes, template)
+    return TextSource(catalogue, recipe, workers)
+
+
+def _template(word: str, options: TextOptions, tokenizer: Tokenizer, workers: Workers) -> ChatTemplate:
+    from megalite.runtime.data.chats.find_template import find_template  # which imports jinja2
+
+    rule = "a template is run in a process of its own, whose time and memory are limited, and there is none"
+    require(workers.number > 0, f"--data-workers 0 with chats ({word})", rule, "give 1 or more")
+    template = find_template(options.chat_template, tokenizer, _DATE)
+    logger.info(f"{word} holds chats: chat template {template.where}")
+    if "strftime_now" in template.source:
+        logger.warning(f"{template.where} writes today's date, which here is always {_DATE:%d %B %Y}")
+    return template

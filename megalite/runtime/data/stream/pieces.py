@@ -1,9 +1,9 @@
 """Tokenized pieces on disk: a file each, written once by whoever tokenizes it, and read by all ranks of a host.
 
-A file is the ids of all documents, the length of each (int32), a header in JSON, and `_TAIL`: SHA-256 of the header,
-its length, and a magic number. The header has checksums of blocks of 32 KiB of what is before it, as `PREFIX.json`.
-Its name is a hash of all that its content depends on, so that another tokenizer, key or version of the text has
-another name.
+A file is the ids of all documents, of chats a byte per id (see `chats.chat.ANSWER`), the length of each document
+(int32), a header in JSON, and `_TAIL`: SHA-256 of the header, its length, and a magic number. The header has checksums
+of blocks of 32 KiB of what is before it, as `PREFIX.json`. Its name is a hash of all that its content depends on, so
+that another tokenizer, template, key or version of the text has another name.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import json
 import os
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +32,16 @@ from megalite.runtime.data.documents import Chunk, read_lines, read_whole
 from megalite.runtime.data.encode import EncodedChunk, TextEncoder
 from megalite.runtime.data.sidecar import BlockHasher, Checksums
 from megalite.runtime.data.stream.catalogue import Piece, SourceFile, Stamp
+from megalite.runtime.data.stream.records import TEXT_KEY, as_lines, chat_columns
 from megalite.runtime.data.tokenizer import Tokenizer, optional_import
 from megalite.runtime.places.downloads import account, locked
 
-VERSION = 1
-"""Of the content of these files: what `TextEncoder` and the readers below make of a text."""
+if TYPE_CHECKING:
+    from megalite.runtime.data.chats.chat import ChatEncoder
+    from megalite.runtime.data.chats.template import ChatTemplate
+
+VERSION, VERSION_OF_CHATS = 1, 1
+"""Of the content of these files: what `TextEncoder`, `ChatEncoder` and the readers below make of a text."""
 _MAGIC = b"MLPIECE1"
 _TAIL = struct.Struct("<32sQ8s")
 _MAX_HEADER = 64 << 20
@@ -56,11 +62,12 @@ class Recipe:
     """How a text becomes tokens, besides the tokenizer's file.
 
     Attributes:
-        key: JSON key or parquet column of the text.
+        key: JSON key or parquet column of the text, or of the messages.
         tokenizer, tokenizer_kind: its `identity` and `kind`.
         skip_bad: skip records that are not text.
         cache_dir: where the files go.
         limit: most bytes of them; the oldest are deleted.
+        template: how conversations are written; None where the records are text.
     """
 
     key: str
@@ -69,10 +76,13 @@ class Recipe:
     skip_bad: bool
     cache_dir: str
     limit: int
+    template: ChatTemplate | None = None
 
     def path(self, piece: Piece, part: int) -> Path:
         """Return where the tokens of a part of a piece are, or are to be."""
         inputs = [VERSION, self.key, self.tokenizer, _version_of(self.tokenizer_kind), part]
+        if self.template is not None:
+            inputs += [VERSION_OF_CHATS, self.template.identity]
         sources = [(os.path.realpath(f.path), *f.stamp) for f in piece.files]
         text = json.dumps([inputs, sources, piece.kind, piece.name])
         name = hashlib.sha256(text.encode()).hexdigest()[:40]
@@ -95,6 +105,8 @@ class Tokens:
         sizes: tokens of each document, int64.
         starts: position of each document's first token, then the total, int64.
         last: whether the piece ends here.
+        skipped: bad records that were left out.
+        notes: what of how many conversations is not as given.
 
     Raises:
         ValueError: the file is damaged; made again, it will be as it was.
@@ -104,9 +116,10 @@ class Tokens:
     def __init__(self, path: Path) -> None:
         header, size = _read_header(path)
         sums = Checksums(header["root"], base64.b64decode(header["blocks"]))
-        self._dtype = np.dtype(header["dtype"])
+        self._dtype, marked = np.dtype(header["dtype"]), bool(header.get("marked"))
         self.last = bool(header["last"])
         self.skipped = int(header["bad"])
+        self.notes: dict[str, int] = header.get("notes", {})
         try:
             self._file = TokenFile(path, size, sums)
             lengths = self._file.read(size - 4 * header["documents"], 4 * header["documents"])
@@ -114,14 +127,23 @@ class Tokens:
             raise ValueError(str(e)) from None
         self.sizes = np.frombuffer(lengths, "<i4").astype(np.int64)
         self.starts = np.append(0, np.cumsum(self.sizes))
-        if int(self.starts[-1]) * self._dtype.itemsize + len(lengths) != size:
+        self._ids_bytes = int(self.starts[-1]) * self._dtype.itemsize
+        if self._ids_bytes + marked * int(self.starts[-1]) + len(lengths) != size:
             raise ValueError("its lengths do not sum to its size")
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return ids [start, stop) of the documents end to end; raises as the constructor."""
         item = self._dtype.itemsize
+        return np.frombuffer(self._bytes(start * item, (stop - start) * item), self._dtype).astype(np.int64)
+
+    def marks(self, document: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a conversation's ids, see `chats.chat.ANSWER`; raises as the constructor."""
+        start = self._ids_bytes + int(self.starts[document])
+        return np.frombuffer(self._bytes(start, int(self.sizes[document])), np.uint8)
+
+    def _bytes(self, begin: int, size: int) -> bytes:
         try:
-            return np.frombuffer(self._file.read(start * item, (stop - start) * item), self._dtype).astype(np.int64)
+            return self._file.read(begin, size)
         except UserError as e:
             raise ValueError(str(e)) from None
 
@@ -185,7 +207,7 @@ def is_whole(path: Path) -> bool:
 def _make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int) -> int:
     check_unchanged(piece)
     tokens = 0
-    encoder = TextEncoder(tokenizer, recipe.key)
+    encoder = _encoder(recipe, tokenizer)
     for number, chunks, last in _parts(recipe, piece, part):
         writer = _Writer(recipe.path(piece, number), encoder.dtype)
         with writer:
@@ -202,6 +224,14 @@ def _make(recipe: Recipe, tokenizer: Tokenizer, piece: Piece, part: int) -> int:
         total, lock = (folder / name for name in _LIMITS)
         account(lock, total, written, recipe.limit, (folder / "pieces").glob("??/[!.]*.tokens"))
     return tokens
+
+
+def _encoder(recipe: Recipe, tokenizer: Tokenizer) -> TextEncoder | ChatEncoder:
+    if recipe.template is None:
+        return TextEncoder(tokenizer, recipe.key)
+    from megalite.runtime.data.chats.chat import ChatEncoder  # which imports jinja2: not where there is text alone
+
+    return ChatEncoder(tokenizer, recipe.template, None if recipe.key == TEXT_KEY else recipe.key)
 
 
 def _check_bad(recipe: Recipe, piece: Piece, encoded: EncodedChunk, bad: int, records: int) -> None:
@@ -305,7 +335,7 @@ def _chunks(recipe: Recipe, piece: Piece) -> Iterator[Chunk]:
             yield Chunk(file.path, "file", 1, [read_whole(Path(file.path))])
         return
     if piece.kind == "rows":
-        unit, records = "row", _rows(piece, recipe.key)
+        unit, records = "row", _rows(piece, recipe)
         first = piece.first + _rows_before(str(path), piece.files[0].stamp, piece.group)
     else:
         unit, first, records = "line", 0, [*_lines_in(path, piece.first, piece.stop)]
@@ -329,22 +359,25 @@ def _lines_in(path: Path, begin: int, stop: int) -> Iterator[bytes]:
 
 
 @functools.lru_cache(maxsize=2)
-def _group(path: str, stamp: Stamp, group: int, key: str) -> Any:
-    """Decode the text of a row group; its pieces are often made one after the other."""
+def _group(path: str, stamp: Stamp, group: int, key: str, chats: bool) -> Any:
+    """Decode the text of a row group, or its conversations; its pieces are often made one after the other."""
     parquet: Any = optional_import("pyarrow.parquet", "pyarrow", "data")
     pyarrow: Any = optional_import("pyarrow", "pyarrow", "data")
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            column = file.read_row_group(group, columns=[key], use_threads=False).column(0)
+            columns = chat_columns(file.schema_arrow.names, key) if chats else [key]
+            table = file.read_row_group(group, columns=columns, use_threads=False)
             # As bytes: text that is not UTF-8 is then one bad record.
-            return column.cast(pyarrow.large_binary())
+            return table if chats else table.column(0).cast(pyarrow.large_binary())
     except pyarrow.ArrowException as e:
         raise UserError(path, f"cannot be read as parquet ({e})", "download or write it again") from None
 
 
-def _rows(piece: Piece, key: str) -> list[bytes | None]:
-    column = _group(piece.files[0].path, piece.files[0].stamp, piece.group, key)
-    values: list[bytes | None] = column.slice(piece.first, piece.stop - piece.first).to_pylist()
+def _rows(piece: Piece, recipe: Recipe) -> list[bytes | None]:
+    chats = recipe.template is not None
+    group = _group(piece.files[0].path, piece.files[0].stamp, piece.group, recipe.key, chats)
+    rows = group.slice(piece.first, piece.stop - piece.first)
+    values: list[bytes | None] = as_lines(rows) if chats else rows.to_pylist()
     return values
 
 
@@ -363,6 +396,8 @@ class _Writer:
         self._path, self._part = path, path.with_name(f".part_{os.getpid()}_{path.name}")
         self._dtype, self._hasher = dtype.newbyteorder("<"), BlockHasher()
         self._sizes: list[int] = []
+        self._marks: list[bytes] = []
+        self._notes: Counter[str] = Counter()
         self._file: Any = None
         self.bad = self.size = 0
 
@@ -380,6 +415,9 @@ class _Writer:
     def add(self, encoded: EncodedChunk) -> None:
         self._write(np.ascontiguousarray(encoded.tokens, self._dtype).tobytes())
         self._sizes += encoded.sizes
+        if encoded.learned is not None:
+            self._marks.append(encoded.learned.tobytes())
+        self._notes += encoded.notes
         self.bad += len(encoded.bad)
 
     def _write(self, data: bytes) -> None:
@@ -389,8 +427,10 @@ class _Writer:
 
     def finish(self, last: bool) -> int:
         """Commit the file; return its size in bytes."""
+        marked = {"marked": True, "notes": self._notes} if self._marks else {}
+        self._write(b"".join(self._marks))
         self._write(np.array(self._sizes, "<i4").tobytes())
-        entries = {"dtype": self._dtype.str, "documents": len(self._sizes), "last": last, "bad": self.bad}
+        entries = {"dtype": self._dtype.str, "documents": len(self._sizes), "last": last, "bad": self.bad, **marked}
         header = json.dumps({**entries, **self._hasher.to_json()}).encode()
         self._file.write(header + _TAIL.pack(hashlib.sha256(header).digest(), len(header), _MAGIC))
         self._file.flush()

@@ -6,8 +6,10 @@ import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,11 @@ from megalite.runtime.data.stream.order import Ints, Part
 from megalite.runtime.data.stream.pieces import Recipe, Tokens
 from megalite.runtime.data.stream.workers import Workers
 from megalite.runtime.data.tokens import IndexedDataset
+
+if TYPE_CHECKING:
+    from megalite.runtime.data.chats.template import ChatTemplate
+
+Read = TypeVar("Read")
 
 # Tokens of a piece of token files: as many as text of that size has.
 _PIECES, _LEAST, _MOST = 1024, 1 << 14, 1 << 18
@@ -36,11 +43,13 @@ class Source(ABC):
         name: the word of `--data`.
         num_pieces: number of pieces.
         tokens: about how many tokens there are, or more: bytes of text.
+        template: what wrote its conversations, of which a part is learned; None of text.
     """
 
     name: str
     num_pieces: int
     tokens: int
+    template: ChatTemplate | None = None
 
     @abstractmethod
     def sizes(self, piece: int, part: int) -> Part:
@@ -49,6 +58,10 @@ class Source(ABC):
     @abstractmethod
     def read(self, piece: int, part: int, row: int, token: int, count: int) -> Ints:
         """Return consecutive ids of a document, or of several that follow each other."""
+
+    def marks(self, piece: int, part: int, row: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a whole conversation's ids, see `chats.chat.ANSWER`."""
+        raise NotImplementedError
 
     @abstractmethod
     def key(self, piece: int, part: int) -> str:
@@ -79,9 +92,12 @@ class TextSource(Source):
     def __init__(self, catalogue: Catalogue, recipe: Recipe, workers: Workers) -> None:
         self.catalogue, self.recipe, self._workers = catalogue, recipe, workers
         self.name, self.num_pieces, self.tokens = catalogue.name, catalogue.num_pieces, catalogue.text_bytes
+        self.template = recipe.template
         self._open: OrderedDict[tuple[int, int], Tokens] = OrderedDict()
         self._lock = Lock()
         self._skipped: set[tuple[int, int]] = set()
+        self._told_small = False
+        self._noted: set[str] = set()
         self._hash = ""
 
     def sizes(self, piece: int, part: int) -> Part:
@@ -89,11 +105,21 @@ class TextSource(Source):
         return Part(tokens.sizes, tokens.last)
 
     def read(self, piece: int, part: int, row: int, token: int, count: int) -> Ints:
+        def ids(tokens: Tokens) -> Ints:
+            start = int(tokens.starts[row]) + token
+            return tokens.read(start, start + count)
+
+        return self._checked(piece, part, ids)
+
+    def marks(self, piece: int, part: int, row: int) -> npt.NDArray[np.uint8]:
+        return self._checked(piece, part, lambda tokens: tokens.marks(row))
+
+    def _checked(self, piece: int, part: int, read: Callable[[Tokens], Read]) -> Read:
+        """Read of a part's file, which is made again if it is damaged."""
         for _ in range(_ATTEMPTS):
             tokens = self._tokens(piece, part)
-            start = int(tokens.starts[row]) + token
             try:
-                return tokens.read(start, start + count)
+                return read(tokens)
             except (OSError, ValueError) as e:
                 sizes = tokens.sizes
                 self._forget(piece, part, e)
@@ -132,7 +158,8 @@ class TextSource(Source):
 
     def _of_recipe(self) -> str:
         # Not `skip_bad`: a run that ended at a bad record may go on without it.
-        return f"{self.recipe.key!r} {self.recipe.tokenizer}"
+        of_chats = f" {self.template.identity}" if self.template is not None else ""
+        return f"{self.recipe.key!r} {self.recipe.tokenizer}{of_chats}"
 
     def _tokens(self, piece: int, part: int) -> Tokens:
         with self._lock:
@@ -162,12 +189,23 @@ class TextSource(Source):
         if tokens.skipped and (piece, part) not in self._skipped:
             self._skipped.add((piece, part))
             logger.warning(f"{order.files[0].name}: {tokens.skipped} bad records are skipped in a piece (--skip-bad)")
+        for note in sorted(tokens.notes.keys() - self._noted):
+            self._noted.add(note)
+            first = f"{order.files[0].name}: in the first piece with such, {tokens.notes[note]} of {len(tokens.sizes)}"
+            logger.info(f"{first} conversations {note}")
         return tokens
 
     def _forget(self, piece: int, part: int, why: Exception) -> None:
         path = self.recipe.path(self.catalogue.piece(piece), part)
-        logger.warning(f"{path} is damaged or was changed, and is made again: {why}")
-        path.unlink(missing_ok=True)
+        if path.exists():
+            logger.warning(f"{path} is damaged or was changed, and is made again: {why}")
+            path.unlink(missing_ok=True)
+        elif not self._told_small:
+            self._told_small = True
+            logger.warning(
+                f"{self.name}: tokens were deleted while they were in use, and are made again: a larger "
+                f"--cache-gb than {self.recipe.limit / 1e9:g} avoids that"
+            )
         with self._lock:
             self._open.pop((piece, part), None)
 

@@ -19,7 +19,7 @@ import pytest
 
 from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.runtime.data import BatchLoader, Rows
+from megalite.runtime.data import BatchLoader, Rows, binary
 from megalite.runtime.data.stream import workers as workers_module
 from megalite.runtime.data.stream.catalogue import Catalogue, split_by_name
 from megalite.runtime.data.stream.dataset import StreamDataset
@@ -240,6 +240,22 @@ def test_a_damaged_piece_is_made_again_and_never_used(small: None, tmp_path: Pat
     with opened([tmp_path / "text"], tmp_path / "cache", lanes=2) as data:
         assert read(data, 500) == want
     assert "is made again" in caplog.text
+
+
+def test_a_piece_that_a_full_cache_deleted_is_made_again_and_not_called_damaged(
+    small: None, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "text")
+    with opened([tmp_path / "text"], tmp_path / "cache", lanes=2) as data:
+        want = read(data, 500)
+    monkeypatch.setattr(binary, "_MAX_OPEN", 1)  # a file that is open can be read after it was deleted
+    with opened([tmp_path / "text"], tmp_path / "small", lanes=2, cache_bytes=20_000) as data:
+        assert read(data, 500) == want
+    made = sum(path.stat().st_size for path in (tmp_path / "cache").glob("pieces/*/*.tokens"))
+    left = sum(path.stat().st_size for path in (tmp_path / "small").glob("pieces/*/*.tokens"))
+    assert left < 20_000 < made
+    assert "damaged" not in caplog.text
+    assert caplog.text.count("larger --cache-gb") == 1
 
 
 def test_a_source_that_changes_under_a_run_ends_it_and_one_that_is_gone(small: None, tmp_path: Path) -> None:

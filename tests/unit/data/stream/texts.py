@@ -87,6 +87,7 @@ def opened(words: Sequence[str | float | Path], cache: Path, **options: Any) -> 
     pairs = list(zip(words[::2], words[1::2])) if len(words) > 1 else [(1.0, words[0])]
     split, part, shuffle = options.pop("split", None), options.pop("part", 0), options.pop("shuffle", True)
     numbers: dict[str, Any] = {"seq_len": 16, "seed": 5, "document_mask": False, "vocab_size": 258}
+    numbers |= {"loss_on": None, "loss_per": "token", "long_documents": "cut"}
     settings = {"key": "text", "skip_bad": False, "lanes": None, "shuffle_tokens": None, "workers": 0}
     settings |= {"cache_bytes": 10**9}
     numbers |= {name: options.pop(name) for name in list(options) if name in numbers}

@@ -15,8 +15,8 @@ import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers
 
 from megalite.core.base.errors import UserError
-from megalite.extras.prepare.named_templates import NAMED, read_named, served_form
 from megalite.extras.prepare.preprocess import preprocess
+from megalite.runtime.data.chats.named_templates import NAMED, read_named, served_form
 from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.data.tokens import IndexedDataset
 from tests.unit.extras.prepare.chats import MARKED, TURNS, UNMARKED, chat, control, convert, read, read_text, save_bytes
@@ -356,7 +356,7 @@ def test_what_a_downloaded_template_may_not_do(
     folder: Path, tmp_path: Path, template: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "0.2 s" in message:
-        monkeypatch.setattr("megalite.extras.prepare.template.TIME_LIMIT_S", 0.2)
+        monkeypatch.setattr("megalite.runtime.data.chats.template.TIME_LIMIT_S", 0.2)
     with pytest.raises(UserError, match=message):
         convert(folder, [{"messages": chat(*TURNS)}], tmp_path / "a", template)
 

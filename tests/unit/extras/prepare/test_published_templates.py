@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from megalite.extras.prepare.chat import ChatEncoder
-from megalite.extras.prepare.messages import BadConversation
-from megalite.extras.prepare.named_templates import MARK, NAMED, read_named
-from megalite.extras.prepare.template import ChatTemplate, TemplateFailure
+from megalite.runtime.data.chats.chat import ChatEncoder
+from megalite.runtime.data.chats.messages import BadConversation
+from megalite.runtime.data.chats.named_templates import MARK, NAMED, read_named
+from megalite.runtime.data.chats.template import ChatTemplate, TemplateFailure
 from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.extras.prepare.chats import chat, control, save_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megalite.runtime.base.untrusted import require_shallow
@@ -16,6 +16,12 @@ _LEARNED = ("weight", "loss_weight", "loss", "train", "training", "masked")
 
 _INSTRUCTIONS = (("input", "output"), ("context", "response"))
 """What goes below an instruction, and its answer: Alpaca's names, Dolly's."""
+
+KEYS = (
+    *("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "context", "response"),
+    *("history", "system", "tools", "functions", "text"),
+)
+"""Keys of records that are read, unless another one is named."""
 
 Message = dict[str, Any]
 
@@ -78,6 +84,13 @@ def messages_of(record: dict[str, Any], key: str | None = None) -> list[Message]
     if messages[0]["role"] != "system" and isinstance(record.get("system"), str) and record["system"]:
         messages.insert(0, {"role": "system", "content": record["system"]})
     return messages
+
+
+def is_conversation(keys: Container[str]) -> bool:
+    """Whether a record with these keys has one of the forms that `messages_of` reads."""
+    if "messages" in keys or "conversations" in keys or ("prompt" in keys and "completion" in keys):
+        return True
+    return "instruction" in keys and any(answer in keys for _, answer in _INSTRUCTIONS)
 
 
 def tools_of(record: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -7,21 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError
-from megalite.extras.prepare.named_templates import NAMED, read_named, served_form
-from megalite.extras.prepare.template import ChatTemplate, Renderer
 from megalite.runtime.base.untrusted import MAX_TEMPLATE, BadFile, read_regular
+from megalite.runtime.data.chats.named_templates import NAMED, read_named, served_form
+from megalite.runtime.data.chats.template import ChatTemplate
 from megalite.runtime.data.tokenizer import Tokenizer
 from megalite.runtime.data.tokenizer_files import read_json
 
 
-def find_template(option: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+def find_template(option: str | None, tokenizer: Tokenizer, now: datetime | None = None) -> ChatTemplate:
     """Return the template of `--chat-template`, else of the tokenizer's folder.
 
     In the folder `chat_template.jinja` comes first, then `chat_template` of tokenizer_config.json: a text, or a list
-    of named ones, of which `default` is taken.
+    of named ones, of which `default` is taken. It is not compiled here, see `Renderer`.
+
+    Args:
+        option: a name of `NAMED`, or a file; None: the template of the tokenizer's folder.
+        tokenizer: the tokenizer.
+        now: see `ChatTemplate`; None: the time of the call.
 
     Raises:
-        UserError: there is none, or it does not compile.
+        UserError: there is none, or it cannot be read.
     """
     folder = Path(tokenizer.path).parent
     config = read_json(folder / "tokenizer_config.json") if tokenizer.kind != "bytes" else {}
@@ -35,28 +40,35 @@ def find_template(option: str | None, tokenizer: Tokenizer) -> ChatTemplate:
         source = _read_text(Path(where), where)
     else:
         where, source = str(folder / "tokenizer_config.json"), _from_config(config, tokenizer)
-    return make_template(source, served_form(source, option), where, tokenizer, config)
+    return make_template(source, served_form(source, option), where, tokenizer, config, now)
 
 
-def make_template(source: str, served: str, where: str, tokenizer: Tokenizer, config: dict[str, Any]) -> ChatTemplate:
+def make_template(
+    source: str,
+    served: str,
+    where: str,
+    tokenizer: Tokenizer,
+    config: dict[str, Any],
+    now: datetime | None = None,
+) -> ChatTemplate:
     """Make a template of its text.
 
     Args:
         source, served, where: see `ChatTemplate`.
         tokenizer: names its beginning and end of text.
         config: contents of tokenizer_config.json, which may name more tokens.
+        now: see `find_template`.
 
     Raises:
-        UserError: it is too long, or does not compile.
+        UserError: it is too long.
     """
     names: dict[int | None, str] = {id_: word for word, id_ in tokenizer.control_tokens.items()}
     special = {"eos_token": names.get(tokenizer.eos_id), "bos_token": names.get(tokenizer.bos_id)}
     tokens = special | {name: _content(value) for name, value in config.items() if name.endswith("_token")}
     if len(source.encode()) > MAX_TEMPLATE:
         raise UserError(where, f"is a template of more than {MAX_TEMPLATE} bytes", "give a shorter one")
-    template = ChatTemplate(source, served, where, {n: word for n, word in tokens.items() if word}, datetime.now())
-    Renderer(template)
-    return template
+    named = {name: word for name, word in tokens.items() if word}
+    return ChatTemplate(source, served, where, named, now or datetime.now())
 
 
 def _named(name: str, tokenizer: Tokenizer) -> str:

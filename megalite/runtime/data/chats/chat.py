@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.extras.prepare.messages import (
+from megalite.runtime.base.untrusted import require_shallow
+from megalite.runtime.data.chats.messages import (
     Arguments,
     BadConversation,
     Form,
@@ -27,8 +28,7 @@ from megalite.extras.prepare.messages import (
     messages_of,
     tools_of,
 )
-from megalite.extras.prepare.template import RESERVED, STAND_INS, ChatTemplate, Renderer, TemplateFailure
-from megalite.runtime.base.untrusted import require_shallow
+from megalite.runtime.data.chats.template import RESERVED, STAND_INS, ChatTemplate, Renderer, TemplateFailure
 from megalite.runtime.data.documents import EXCERPT_CHARS, BadRecord, Chunk
 from megalite.runtime.data.encode import EncodedChunk
 from megalite.runtime.data.tokenizer import Span, Tokenizer, any_of

@@ -9,6 +9,7 @@ same text.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import resource
@@ -26,8 +27,8 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from megalite.core.base.errors import UserError
-from megalite.extras.prepare.named_templates import MARK, fitting_names, read_named
-from megalite.extras.prepare.omissions import find_omission, find_omitted_content
+from megalite.runtime.data.chats.named_templates import MARK, fitting_names, read_named
+from megalite.runtime.data.chats.omissions import find_omission, find_omitted_content
 from megalite.runtime.data.tokenizer import Span
 
 TIME_LIMIT_S = 10.0
@@ -76,6 +77,12 @@ class ChatTemplate:
     where: str
     tokens: dict[str, str]
     now: datetime
+
+    @property
+    def identity(self) -> str:
+        """Hash of all that the text of a conversation depends on."""
+        inputs = json.dumps([self.source, self.tokens, self.now.isoformat()], sort_keys=True)
+        return hashlib.sha256(inputs.encode()).hexdigest()
 
 
 class _Generation(Extension):

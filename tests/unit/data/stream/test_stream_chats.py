@@ -1,0 +1,290 @@
+"""Chats as text: what is learned of them is what `megalite preprocess --chat` marks, whoever tokenizes them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megalite.core.base.errors import UserError
+from megalite.extras.prepare.command import preprocess
+from megalite.extras.prepare.preprocess import preprocess as preprocess_files
+from megalite.runtime.data import IndexedDataset, LossMask, Rows
+from megalite.runtime.data.stream.catalogue import Catalogue
+from megalite.runtime.data.stream.dataset import StreamDataset
+from tests.unit.data.stream.texts import json_lines, opened
+
+SEQ = 16
+CHATML: dict[str, Any] = {"chat_template": "chatml", "workers": 1}
+IN_ORDER: dict[str, Any] = {**CHATML, "shuffle": False}
+
+Record = dict[str, Any]
+
+
+def words(rng: random.Random) -> str:
+    return "".join(rng.choice("abc é") for _ in range(rng.randint(1, 30))) + "."
+
+
+def conversations(seed: int, count: int) -> list[Record]:
+    """In all forms, some of several turns, some of answers that are not learned; plain text among them."""
+    rng, out = random.Random(seed), []
+    for number in range(count):
+        question, answer = words(rng), words(rng)
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] * rng.randint(1, 3)
+        forms: list[Record] = [
+            {"messages": turns, "id": number},
+            {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]},
+            {"messages": [*turns[:2], turns[0], {**turns[1], "weight": 0}], "system": words(rng)},
+            {"prompt": question, "completion": answer},
+            {"instruction": question, "input": words(rng), "output": answer},
+            {"text": answer},
+        ]
+        out.append(forms[number % len(forms)])
+    return out
+
+
+def lines(records: Sequence[Record]) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def write_chats(folder: Path) -> list[Record]:
+    """Write lines, compressed lines and tables; return the records in the order of the names."""
+    (folder / "sub").mkdir(parents=True)
+    plain, packed, rows = conversations(1, 90), conversations(2, 20), conversations(3, 60)
+    tables = [[r for r in rows if "messages" in r], [r for r in rows if "instruction" in r]]
+    (folder / "a.jsonl").write_bytes(lines(plain))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(packed)))
+    for name, table in zip(("c.parquet", "sub/d.parquet"), tables):
+        names = dict.fromkeys(name for record in table for name in record)
+        columns = {name: [record.get(name) for record in table] for name in names}
+        pq.write_table(pa.table(columns), folder / name, row_group_size=7)
+    return [*plain, *packed, *tables[0], *tables[1]]
+
+
+def prepared(folder: Path, records: Sequence[Record]) -> IndexedDataset:
+    """What the tool makes of these records."""
+    source = folder / "all.jsonl"
+    source.write_bytes(lines(records))
+    preprocess_files([str(source)], "bytes", str(folder / "made"), chat=True, chat_template="chatml")
+    return IndexedDataset(str(folder / "made"))
+
+
+def samples_of(made: IndexedDataset, on: Any, keep: Any = lambda size: True) -> list[tuple[Any, ...]]:
+    """Inputs, targets, starts and the place of weights of all whole samples, from the documents end to end."""
+    mask, ids, begins, learned, weights = LossMask(made, on), [], [], [], []
+    for document in range(made.num_documents):
+        tokens, of_document = made.document(document).tolist(), mask.of(document).tolist()
+        if keep(len(tokens)):
+            ids += tokens
+            begins += [True] + [False] * (len(tokens) - 1)
+            learned += of_document
+            weights += [1 / max(sum(of_document[1:]), 1)] * len(tokens)
+    out: list[tuple[Any, ...]] = []
+    for at in range(0, len(ids) - SEQ, SEQ):
+        starts, targets = [0], []
+        for place in range(1, SEQ):
+            starts.append(place if begins[at + place] else starts[-1])
+        for place in range(at + 1, at + SEQ + 1):
+            targets.append(ids[place] if learned[place] and not begins[place] else -1)
+        out.append((ids[at : at + SEQ], targets, starts, np.array(weights[at + 1 : at + SEQ + 1], np.float32).tolist()))
+    return out
+
+
+def read(data: StreamDataset, positions: Sequence[int]) -> list[Rows]:
+    samples = [data.sample(position) for position in positions]
+    assert all(isinstance(sample, Rows) for sample in samples)
+    return samples  # type: ignore[return-value]
+
+
+def same(left: Sequence[Rows], right: Sequence[Rows]) -> bool:
+    return all(
+        (a is None and b is None) or np.array_equal(a, b)
+        for x, y in zip(left, right, strict=True)
+        for a, b in zip(vars(x).values(), vars(y).values())
+    )
+
+
+def test_tokens_and_masks_are_those_of_prepared_chats(small: None, tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    made = prepared(tmp_path, write_chats(tmp_path / "chats"))
+    on: Any
+    for on in ("answers", "last", "all"):
+        want = samples_of(made, on)
+        caplog.clear()
+        with opened([tmp_path / "chats"], tmp_path / "cache", loss_on=on, loss_per="sample", **IN_ORDER) as data:
+            assert data.has_documents
+            rows = read(data, range(len(want)))
+        for sample, (ids, targets, starts, weights) in zip(rows, want):
+            assert sample.starts is not None
+            assert sample.weights is not None
+            assert [sample.inputs.tolist(), sample.targets.tolist(), sample.starts.tolist()] == [ids, targets, starts]
+            assert sample.weights.tolist() == weights
+        assert caplog.text.count("conversations with answers that are not learned, as their weight is 0") == 1
+    assert len(want) > 300
+    short = samples_of(made, "answers", lambda size: size <= SEQ * 8 + 1)
+    assert len(short) < len(want)
+    with opened([tmp_path / "chats"], tmp_path / "cache", **IN_ORDER) as data:
+        rows = read(data, range(50))
+        assert all(sample.weights is None for sample in rows), "each token counts alike by default"
+        hashed = data.content_hash()
+    with opened([tmp_path / "chats"], tmp_path / "cache", long_documents="drop", seq_len=SEQ * 8, **IN_ORDER) as data:
+        sizes = [len(ids) for ids in map(made.document, range(made.num_documents)) if len(ids) <= SEQ * 8 + 1]
+        got = np.concatenate([sample.inputs for sample in read(data, range(sum(sizes) // (SEQ * 8)))])
+        kept = [made.document(d) for d in range(made.num_documents) if made.sizes[d] <= SEQ * 8 + 1]
+        assert got.tolist() == np.concatenate(kept)[: len(got)].tolist()
+        assert data.content_hash() != hashed
+
+
+def test_kills_resumes_and_another_cache_give_the_same_bits(small: None, tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats")
+    options = {**CHATML, "lanes": 3, "shuffle_tokens": 20 * SEQ}
+    with opened([tmp_path / "chats"], tmp_path / "cache", **options) as data:
+        want = read(data, range(1500))
+        epochs = [row[3] for row in data.order.state(1500)["windows"]]
+        assert max(epochs) >= 2, "of several epochs"
+    state: dict[str, Any] = {}
+    for begin, stop in ((0, 700), (700, 1100), (1100, 1500)):
+        with opened([tmp_path / "chats"], tmp_path / f"cache {begin}", **options) as data:
+            data.order.resume(state)
+            rows = read(data, range(begin, begin + 1))
+            for process in list(data.sources[0]._workers._processes):  # type: ignore[attr-defined]
+                process.kill()
+            rows += read(data, range(begin + 1, stop))
+            assert same(rows, want[begin:stop])
+            state = json.loads(json.dumps(data.order.state(stop, [])))
+
+
+def test_a_damaged_mask_is_made_again_and_never_used(small: None, tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats")
+    with opened([tmp_path / "chats"], tmp_path / "cache", **IN_ORDER) as data:
+        want = read(data, range(100))
+        for path in (tmp_path / "cache").glob("pieces/*/*.tokens"):
+            if not path.name.startswith("."):  # as one that a worker is writing
+                content = bytearray(path.read_bytes())
+                content[len(content) * 2 // 5] ^= 3
+                path.write_bytes(content)
+        assert same(read(data, range(100)), want)
+
+
+def test_another_template_finds_nothing_of_the_first(small: None, tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats")
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }};"
+        "{% endgeneration %}{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    )
+    with opened([tmp_path / "chats"], tmp_path / "cache", **IN_ORDER) as data:
+        first, hashed = read(data, range(20)), data.content_hash()
+    with opened(
+        [tmp_path / "chats"], tmp_path / "cache", **{**IN_ORDER, "chat_template": str(tmp_path / "own.jinja")}
+    ) as data:
+        assert not same(read(data, range(20)), first)
+        assert data.content_hash() != hashed
+    with opened([tmp_path / "chats"], tmp_path / "cache", loss_on="all", **IN_ORDER) as data:
+        assert data.content_hash() == hashed, "what is learned may change at a resume"
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_on_every_day(
+    small: None, tmp_path: Path, caplog: Any
+) -> None:
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_bytes(lines(conversations(1, 5)))
+    (tmp_path / "dated.jinja").write_text(
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }};{% endgeneration %}{% else %}{{ m.content }}:{% endif %}{% endfor %}"
+    )
+    options = {**IN_ORDER, "chat_template": str(tmp_path / "dated.jinja")}
+    with opened([tmp_path / "chats"], tmp_path / "cache", **options) as data:
+        assert bytes(read(data, range(1))[0].inputs.tolist()).startswith(b"26 Jul 2024")
+    assert "writes today's date, which here is always 26 July 2024" in caplog.text
+
+
+def test_chats_are_blended_with_text(small: None, tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_bytes(json_lines(["one two three"] * 400))
+    blend: list[Any] = [0.5, tmp_path / "chats", 0.5, tmp_path / "text"]
+    with opened(blend, tmp_path / "cache", lanes=2, **CHATML) as data:
+        samples = [data.sample(position) for position in range(40)]
+        assert {isinstance(sample, Rows) for sample in samples} == {True, False}
+        assert Rows.stack([s if isinstance(s, Rows) else Rows.of(s) for s in samples]).inputs.shape == (40, SEQ)
+    with pytest.raises(UserError, match="--loss-on answers with text as data .*text has no answers"):
+        with opened(blend, tmp_path / "cache", loss_on="answers", **CHATML):
+            pass
+
+
+def test_a_conversation_that_is_none_is_named_or_skipped(small: None, tmp_path: Path) -> None:
+    records = conversations(1, 60)
+    records[40] = {"messages": [{"role": "user", "content": "alone"}]}
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_bytes(lines(records))
+    for skip_bad in (False, True):
+        with opened([tmp_path / "chats"], tmp_path / "cache", skip_bad=skip_bad, **IN_ORDER) as data:
+            if not skip_bad:
+                with pytest.raises(UserError, match="a.jsonl line 41: .*no assistant turn.*--skip-bad"):
+                    read(data, range(600))
+            else:
+                assert len(read(data, range(600))) == 600
+
+
+def test_a_row_that_is_not_utf_8_is_a_bad_record(small: None, tmp_path: Path) -> None:
+    (tmp_path / "chats").mkdir()
+    good = pa.array([json.dumps(r["messages"]) for r in conversations(1, 12) if "messages" in r], pa.binary())
+    bad = pa.array([b'[{"role": "user", "content": "\xff"}]'])
+    column = pa.chunked_array([good, bad, good]).combine_chunks()
+    text = pa.Array.from_buffers(pa.string(), len(column), column.buffers())
+    pq.write_table(pa.table({"messages": text}), tmp_path / "chats" / "a.parquet")
+    with opened([tmp_path / "chats"], tmp_path / "cache", **IN_ORDER) as data:
+        with pytest.raises(UserError, match=f"a.parquet row {len(good) + 1}: .*does not parse as JSON"):
+            read(data, range(200))
+
+
+def test_first_records_say_what_a_folder_holds(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    cases: list[tuple[Record, str, bool]] = [
+        ({"messages": turns}, "text", True),
+        ({"messages": turns, "text": "as one text"}, "text", False),
+        ({"prompt": "a", "completion": "b"}, "text", True),
+        ({"prompt": "a"}, "text", False),
+        ({"instruction": "a", "response": "b"}, "text", True),
+        ({"dialog": turns}, "dialog", True),
+        ({"dialog": "one text"}, "dialog", False),
+        ({"dialog": 7}, "dialog", False),
+    ]
+    for number, (record, key, chats) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "a.jsonl").write_bytes(b"\n" + lines([record]))
+        assert Catalogue(str(folder), key).chats == chats, record
+    (tmp_path / "3" / "b.jsonl").write_bytes(lines([{"text": "text"}]))
+    assert not Catalogue(str(tmp_path / "3"), "text").chats
+    (tmp_path / "3" / "c.jsonl").write_bytes(lines([{"messages": turns}]))
+    with pytest.raises(UserError, match=r"holds chats \(c.jsonl\) and text \(a.jsonl\)"):
+        Catalogue(str(tmp_path / "3"), "text")
+
+
+def test_what_cannot_be_done_with_chats_is_refused_in_a_line(small: None, tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_bytes(json_lines(["abc"] * 50))
+    for options, refused in (
+        ({"chat_template": "chatml", "workers": 0}, "--data-workers 0 with chats"),
+        ({"workers": 1}, "has no chat template"),
+        ({"workers": 1, "chat_template": str(tmp_path / "none.jinja")}, "cannot be read"),
+    ):
+        with pytest.raises(UserError, match=refused), opened([tmp_path / "chats"], tmp_path / "cache", **options):
+            pass
+    (tmp_path / "wrong.jinja").write_text("{% for m in messages %}")
+    with opened([tmp_path / "chats"], tmp_path / "c", workers=1, chat_template=str(tmp_path / "wrong.jinja")) as data:
+        with pytest.raises(UserError, match="wrong.jinja: does not compile"):
+            data.sample(0)
+    command = ["--input", str(tmp_path / "chats"), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="--order stream with --input .*holds chats"):
+        preprocess([*command, "--order", "stream", "--cache-dir", str(tmp_path / "cache")])
