@@ -47,7 +47,7 @@ def _aux_loss_with_accumulation(patch: pytest.MonkeyPatch, cfg: Any, world: int)
 
     def heavier(self: Any, y: Any, fwd: Any) -> Any:
         loss = None if self.loss is None else self.loss * passes
-        return add(Routing(self.ids_TK, self.weights_TK, loss), y, fwd)
+        return add(Routing(self.ids_TK, self.weights_TK, loss, self.key), y, fwd)
 
     patch.setattr(Routing, "add_loss", heavier)
 

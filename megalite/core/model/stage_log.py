@@ -18,6 +18,7 @@ class StageLog:
 
     Attributes:
         choices: what a forward pass that will be repeated has chosen (ids of experts).
+        counts: the numbers of rows that follow, for which the host has waited.
         sums: what this rank's tokens add to the figures of a layer, fp64 [n].
         states: what layers keep from step to step beside parameters, by layer.
         remembers: whether the forward pass that runs will be repeated: its choices are kept until then.
@@ -27,6 +28,7 @@ class StageLog:
 
     def __init__(self) -> None:
         self.choices: dict[Key, torch.Tensor] = {}
+        self.counts: dict[Key, list[list[int]]] = {}
         self.sums: dict[Key, torch.Tensor] = {}
         self.states: dict[int, StateTensor] = {}
         self.remembers = self.recomputing = self.warned = False
@@ -34,6 +36,7 @@ class StageLog:
     def clear(self) -> None:
         """Forget the step before."""
         self.choices.clear()
+        self.counts.clear()
         self.sums.clear()
 
     def add(self, key: Key, choices: torch.Tensor, sums: torch.Tensor) -> None:

@@ -51,6 +51,13 @@ def test_plans_of_presets(tool: Tool, preset: str) -> None:
     assert 0.98 < (plan["total"] - states) / (peak - states) < 1.35
 
 
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
+def test_recomputation_does_not_wait_for_sizes_again(tool: Tool, dispatch: str) -> None:
+    sizes = "--num-layers 2 --global-batch-size 4 --micro-batch-size 1 --precision bf16 --recompute full"
+    real = tool.figures(f"{FLAGS} {sizes} --world 4 --moe-dispatch {dispatch}")
+    assert real["host_syncs_in"] == {"status of the step": 1, "rows of experts": 2 * 2}
+
+
 @pytest.mark.parametrize("bias", ["", "--mlp-bias"])
 def test_experts_of_one_rank_never_make_the_host_wait(tool: Tool, bias: str) -> None:
     """Forward, backward and recomputation: the sizes stay on the device. One launch per weight gradient."""

@@ -40,12 +40,14 @@ class Dispatch(ABC):
         num_experts: number of experts of the layer.
         ep: axis of the ranks that hold them.
         ops: the kernels in use.
+        known: the `known` of an earlier dispatch of the same tokens; None: the host waits for it.
 
     Attributes:
         ops: as given.
         k: number of experts of each token.
         order, inverse: slots [.. K] whose expert is here, by expert, and the row of each slot, after `wait`.
         sizes: rows of each of this rank's experts, after `wait`. Where the host need not know them, it has not waited.
+        known: numbers of rows that the host has waited for, after `wait`.
     """
 
     ops: Ops
@@ -53,9 +55,12 @@ class Dispatch(ABC):
     order: torch.Tensor
     inverse: torch.Tensor
     sizes: Sequence[int]
+    known: list[list[int]] | None
 
     @abstractmethod
-    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis, ops: Ops) -> None: ...
+    def __init__(
+        self, ids_TK: torch.Tensor, num_experts: int, ep: Axis, ops: Ops, known: list[list[int]] | None = None
+    ) -> None: ...
 
     @abstractmethod
     def wait(self) -> None:
@@ -84,7 +89,10 @@ class AllToAll(Dispatch):
     rows to and from each rank of ep.
     """
 
-    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis, ops: Ops) -> None:
+    def __init__(
+        self, ids_TK: torch.Tensor, num_experts: int, ep: Axis, ops: Ops, known: list[list[int]] | None = None
+    ) -> None:
+        self.known = known
         ids = ids_TK.flatten()
         self.ep = ep
         self.ops = ops
@@ -94,7 +102,7 @@ class AllToAll(Dispatch):
         self.arriving = torch.empty_like(self.own)
         if ep.size > 1:
             collectives.all_to_all(self.arriving.view(ep.size, -1), self.own.view(ep.size, -1), ep).wait()
-            self.counts = start_host_counts(self.own, self.arriving)
+            self.counts = start_host_counts(self.own, self.arriving) if known is None else lambda: known
         self.order = _order(ids, num_experts)
         self.inverse = _inverse(self.order)
         self.arrived: torch.Tensor | None = None
@@ -106,9 +114,8 @@ class AllToAll(Dispatch):
             own = self.own  # a function of `self` would be a cycle, which keeps the order until a collection
             self.sizes = Sizes(own, lambda: start_host_counts(own)()[0])
             return
-        leaving, from_ranks = (
-            [own[i : i + self.local] for i in range(0, len(own), self.local)] for own in self.counts()
-        )
+        self.known = self.counts()
+        leaving, from_ranks = ([own[i : i + self.local] for i in range(0, len(own), self.local)] for own in self.known)
         experts = torch.arange(len(self.arriving), device=self.arriving.device) % self.local
         rows = sum(map(sum, from_ranks))
         arrived = _order(experts.repeat_interleave(self.arriving, output_size=rows), self.local)
@@ -145,7 +152,10 @@ class AllGather(Dispatch):
     none, int64 [N T K].
     """
 
-    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis, ops: Ops) -> None:
+    def __init__(
+        self, ids_TK: torch.Tensor, num_experts: int, ep: Axis, ops: Ops, known: list[list[int]] | None = None
+    ) -> None:
+        self.known = known
         all_ids, gathering = collectives.start_all_gather(ids_TK, ep)
         gathering.wait()
         self.ep = ep
@@ -157,13 +167,14 @@ class AllGather(Dispatch):
         sources = torch.arange(len(own), device=own.device) // ids_TK.numel()
         kinds = self.local + 1
         self.arriving = count(sources * kinds + own, ep.size * kinds).view(ep.size, kinds)[:, :-1].flatten()
-        self.counts = start_host_counts(self.arriving)
+        self.counts = start_host_counts(self.arriving) if known is None else lambda: known
         self.order = _order(own, kinds)
         self.inverse = _inverse(self.order)
 
     def wait(self) -> None:
         """Wait for the counts, and leave out what other ranks work on."""
-        (arriving,) = self.counts()
+        self.known = self.counts()
+        (arriving,) = self.known
         sizes = [sum(arriving[i :: self.local]) for i in range(self.local)]
         self.sizes = Sizes(self.arriving.view(self.ep.size, -1).sum(0), lambda: sizes)
         rows = sum(sizes)

@@ -83,7 +83,8 @@ class Experts(nn.Module):
         if self.sequence_parallel:
             ids_TK, gathering = start_all_gather(ids_TK, self.tp)
             gathering.wait()
-        return self.dispatch(ids_TK, self.num_experts, self.ep, self.ops)
+        known = self.log.counts.pop(routing.key, None) if self.log.recomputing else None
+        return self.dispatch(ids_TK, self.num_experts, self.ep, self.ops, known)
 
     def forward(self, x_TH: torch.Tensor, routing: Routing, way: Dispatch) -> torch.Tensor:
         """Return the weighed sum of each token's experts, [T, H]."""
@@ -92,6 +93,8 @@ class Experts(nn.Module):
         enter, leave = (gather_sequence, scatter_sequence) if self.sequence_parallel else (copy_to, reduce_from)
         x_TH, weights_TK = enter(x_TH, tp), enter(routing.weights_TK, tp)
         way.wait()
+        if self.log.remembers and way.known is not None:
+            self.log.counts[routing.key] = way.known
         rows = way.send(x_TH, weights_TK if self.weigh_inputs else None)
         given = rows, way.sizes, None if self.weigh_inputs else way.send_weights(weights_TK)
         if self._too_many(len(rows), weights_TK.numel()):

@@ -23,6 +23,7 @@ from megalite.core.batch import ForwardPass
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis
 from megalite.core.model.layers import Layers
+from megalite.core.model.stage_log import Key
 from megalite.core.parts.ffn.experts.grouped_linear import WideLinear
 
 
@@ -46,12 +47,14 @@ class Routing:
         ids_TK: experts of each token, int64.
         weights_TK: their weights, fp32.
         loss: what the token's balance loss and z-loss add to the objective, fp32, 0-dim; None where there are none.
+        key: the layer and the micro-batch.
     """
 
-    def __init__(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor, loss: torch.Tensor | None) -> None:
+    def __init__(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor, loss: torch.Tensor | None, key: Key) -> None:
         self.ids_TK = ids_TK
         self.weights_TK = weights_TK
         self.loss = loss
+        self.key = key
 
     def add_loss(self, y: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
         """Return y, whose backward pass also starts from the loss."""
@@ -99,7 +102,7 @@ class Router(WideLinear):
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
         weights_TK = weights_TK * self.factor if self.factor != 1 else weights_TK
         if not fwd.training:
-            return Routing(ids_TK, weights_TK, None)
+            return Routing(ids_TK, weights_TK, None, key)
         # Sigmoids may all be 0.
         least = torch.finfo(scores_TE.dtype).tiny
         p_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=least) if self.sigmoid else scores_TE
@@ -115,7 +118,8 @@ class Router(WideLinear):
         if not self.log.recomputing:
             self.log.add(key, ids_TK, torch.cat((balance.detach()[None], z.detach()[None], counts)).double())
         wanted = self.aux_coeff or self.z_coeff
-        return Routing(ids_TK, weights_TK, self.aux_coeff * balance + self.z_coeff * z if wanted else None)
+        loss = self.aux_coeff * balance + self.z_coeff * z if wanted else None
+        return Routing(ids_TK, weights_TK, loss, key)
 
     def _choose(self, scores_TE: torch.Tensor) -> torch.Tensor:
         """Return the experts of each token, int64 [T, K], in falling order of their scores (with the bias)."""
