@@ -31,7 +31,7 @@ from megalite.extras.prepare.workers import EncoderFactory, encode_all
 from megalite.runtime.data.chats.chat import ChatEncoder
 from megalite.runtime.data.chats.find_template import find_template
 from megalite.runtime.data.chats.template import ChatTemplate, Renderer
-from megalite.runtime.data.documents import Chunk, expand_inputs, holds_records, read_chunks
+from megalite.runtime.data.documents import Chunk, expand_inputs, holds_records, kind_of, read_chunks
 from megalite.runtime.data.encode import EncodedChunk, TextEncoder
 from megalite.runtime.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.runtime.data.tokens import token_dtype
@@ -112,7 +112,7 @@ def preprocess(
         tokenizer_path: see `load_tokenizer`.
         workers: encoding processes; 1 encodes in this one.
         key: JSON key or parquet column of the text, by default "text"; for chat data, key of the messages.
-        chat: the inputs are `.jsonl` or `.json` files of conversations, see `chat`.
+        chat: the inputs are `.jsonl`, `.json` or `.parquet` files of conversations, see `chat`.
         pairs: they are files of pairs of answers, see `pairs`.
         chat_template: file of a chat template, or a name of `NAMED`; by default the one in the tokenizer's folder.
         skip_bad: skip and count records that do not parse; otherwise the first one ends the run.
@@ -135,7 +135,7 @@ def preprocess(
     with (
         IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size), masked=chat) as writer,
         Progress(sum(path.stat().st_size for path in paths)) as progress,
-        closing(encode_all(_chunks(paths, text_key, share), tokenizer, make_encoder, workers)) as all_encoded,
+        closing(encode_all(_chunks(paths, text_key, share, chat), tokenizer, make_encoder, workers)) as all_encoded,
     ):
         for chunk, encoded in all_encoded:
             if encoded.bad and not skip_bad:
@@ -191,9 +191,10 @@ def _check_documents(stats: PreprocessStats, inputs: list[str], share: tuple[int
 
 
 def _template(option: str | None, tokenizer: Tokenizer, paths: Iterable[Path], key: str | None) -> ChatTemplate:
-    other = next((path for path in paths if not holds_records(path, key or "messages")), None)
+    files = (path for path in paths if kind_of(path) != ".parquet")
+    other = next((path for path in files if not holds_records(path, key or "messages")), None)
     if other is not None:
-        rule = "conversations are lines of a .jsonl file, or a list in a .json file"
+        rule = "conversations are lines of a .jsonl file, a list in a .json file, or rows of a .parquet file"
         raise UserError(f"--chat --input {other}", rule, "convert it to .jsonl")
     template = find_template(option, tokenizer)
     Renderer(template)  # an error here, and not in a process that encodes
@@ -201,7 +202,7 @@ def _template(option: str | None, tokenizer: Tokenizer, paths: Iterable[Path], k
     return template
 
 
-def _chunks(paths: Sequence[Path], key: str, share: tuple[int, int]) -> Iterator[Chunk]:
+def _chunks(paths: Sequence[Path], key: str, share: tuple[int, int], rows: bool) -> Iterator[Chunk]:
     """Yield the chunks that begin in this share of the bytes; `read` counts from the start of the first file."""
     sizes, (i, n) = [path.stat().st_size for path in paths], share
     begin, end = sum(sizes) * (i - 1) // n, sum(sizes) * i // n if i < n else math.inf
@@ -209,7 +210,7 @@ def _chunks(paths: Sequence[Path], key: str, share: tuple[int, int]) -> Iterator
     for path, size in zip(paths, sizes):
         last = before + max(size - 1, 0)
         at = before
-        for chunk in read_chunks(path, key) if before < end and last >= begin else ():
+        for chunk in read_chunks(path, key, rows) if before < end and last >= begin else ():
             if begin <= at < end:
                 yield dataclasses.replace(chunk, read=before + chunk.read)
             # What was read ahead may be all of the file.

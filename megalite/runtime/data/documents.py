@@ -23,6 +23,7 @@ from typing import BinaryIO
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
+from megalite.runtime.data.chats.rows import as_lines, chat_columns
 from megalite.runtime.data.json_values import json_values
 from megalite.runtime.data.tokenizer import optional_import
 
@@ -40,7 +41,7 @@ EXCERPT_CHARS = 80
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive raw records of one file: JSON lines, one text file, or values of a parquet column."""
+    """Consecutive raw records of one file: JSON lines, one text file, or values of a parquet column or its rows."""
 
     path: str
     unit: str
@@ -132,11 +133,12 @@ def is_text(path: Path) -> bool:
     return b"\0" not in start
 
 
-def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
+def read_chunks(path: Path, key: str, rows: bool = False) -> Iterator[Chunk]:
     """Split a file into chunks of about 256 KiB (a larger record is a chunk of its own).
 
     Args:
-        key: the JSON key or parquet column that holds the text.
+        key: the JSON key or parquet column that holds the text, or messages.
+        rows: of parquet, records are whole rows as JSON, those columns that conversations are made of.
 
     Raises:
         UserError: the file cannot be read, is damaged or truncated, has no such column, or needs a missing library.
@@ -145,7 +147,7 @@ def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
     kind = kind_of(path)
     with _open(path) as raw:
         if kind == ".parquet":
-            unit, records = "row", _parquet_values(raw, path, key)
+            unit, records = "row", _parquet_values(raw, path, key, rows)
         elif kind == ".json":
             unit, records = "record", json_values(_blocks(raw, path), path, _MAX_RECORD)
         else:
@@ -332,16 +334,17 @@ def _read_all(blocks: Iterable[bytes], path: Path) -> bytes:
     return b"".join(chunks)
 
 
-def _parquet_values(raw: BinaryIO, path: Path, key: str) -> Iterator[bytes | None]:
+def _parquet_values(raw: BinaryIO, path: Path, key: str, rows: bool) -> Iterator[bytes | None]:
     parquet = optional_import("pyarrow.parquet", "pyarrow", "data")
     pyarrow = optional_import("pyarrow", "pyarrow", "data")
     try:
         with parquet.ParquetFile(raw, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
-            if key not in names:
+            columns = chat_columns(names, key) if rows else [name for name in names if name == key]
+            if not columns:
                 raise UserError(f"--key {key}", f"{path} has the columns {names}", "name one of them with --key")
-            for batch in file.iter_batches(batch_size=CHUNK_RECORDS, columns=[key]):
+            for batch in file.iter_batches(batch_size=CHUNK_RECORDS, columns=columns):
                 # As bytes: text that is not UTF-8 is then one bad record, not an exception of the library's.
-                yield from batch.column(0).cast(pyarrow.large_binary()).to_pylist()
+                yield from as_lines(batch) if rows else batch.column(0).cast(pyarrow.large_binary()).to_pylist()
     except (pyarrow.ArrowException, OSError) as e:
         raise UserError(str(path), f"cannot be read as parquet ({e})", "download or write it again") from e

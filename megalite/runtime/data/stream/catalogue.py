@@ -19,9 +19,10 @@ import yaml
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
+from megalite.runtime.data.chats.rows import chat_columns
 from megalite.runtime.data.documents import holds_records, is_text, kind_of
 from megalite.runtime.data.foreign import missing_index
-from megalite.runtime.data.stream.records import Kind, chat_columns, first_record, holds_conversation
+from megalite.runtime.data.stream.records import Kind, first_record, holds_conversation
 from megalite.runtime.data.tokenizer import optional_import
 
 LINES, ROWS = (".jsonl", ".ndjson"), ".parquet"

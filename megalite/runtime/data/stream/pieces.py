@@ -28,11 +28,12 @@ import numpy.typing as npt
 
 from megalite.core.base.errors import UserError
 from megalite.runtime.data.binary import TokenFile
+from megalite.runtime.data.chats.rows import as_lines, chat_columns
 from megalite.runtime.data.documents import Chunk, read_lines, read_whole
 from megalite.runtime.data.encode import EncodedChunk, TextEncoder
 from megalite.runtime.data.sidecar import BlockHasher, Checksums
 from megalite.runtime.data.stream.catalogue import Piece, SourceFile, Stamp
-from megalite.runtime.data.stream.records import TEXT_KEY, as_lines, chat_columns
+from megalite.runtime.data.stream.records import TEXT_KEY
 from megalite.runtime.data.tokenizer import Tokenizer, optional_import
 from megalite.runtime.places.downloads import account, locked
 

@@ -1,4 +1,4 @@
-"""Records of files: whether the first one is a conversation, and the rows of tables as lines of JSON."""
+"""The first record of a file: whether it is a conversation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.core.base.errors import UserError
-from megalite.runtime.data.chats.messages import KEYS, is_conversation
+from megalite.runtime.data.chats.messages import is_conversation
 from megalite.runtime.data.documents import read_lines
 from megalite.runtime.data.tokenizer import optional_import
 
@@ -64,19 +64,3 @@ def holds_conversation(record: Mapping[str, Any], key: str) -> bool:
     if isinstance(value, str):
         return False
     return is_conversation(record) if key == TEXT_KEY else isinstance(value, list)
-
-
-def chat_columns(names: Iterable[str], key: str) -> list[str]:
-    """Return the columns of a table that a conversation is made of."""
-    return [name for name in dict.fromkeys(names) if name in KEYS or name == key]
-
-
-def as_lines(rows: Any) -> list[bytes | None]:
-    """Return the rows of a table as JSON. One that has text that is not UTF-8 is a line that is not, either."""
-    try:
-        records = rows.to_pylist()
-    except UnicodeDecodeError:
-        if len(rows) == 1:
-            return [b"\xff"]
-        return [line for number in range(len(rows)) for line in as_lines(rows.slice(number, 1))]
-    return [json.dumps(record, ensure_ascii=False, default=str).encode() for record in records]

@@ -77,6 +77,22 @@ def prepared(folder: Path, records: Sequence[Record]) -> IndexedDataset:
     return IndexedDataset(str(folder / "made"))
 
 
+def test_the_tool_reads_tables_of_chats_and_of_pairs(tmp_path: Path) -> None:
+    made = prepared(tmp_path, write_chats(tmp_path / "chats"))
+    preprocess_files([str(tmp_path / "chats")], "bytes", str(tmp_path / "own"), chat=True, chat_template="chatml")
+    for name in ("bin", "idx", "mask.bin"):
+        assert (tmp_path / f"own.{name}").read_bytes() == (tmp_path / f"made.{name}").read_bytes()
+    assert made.num_documents == 140
+    pairs = [{"prompt": f"{n}?", "chosen": f"{n}!", "rejected": "no", "score": n} for n in range(20)]
+    (tmp_path / "pairs.jsonl").write_bytes(lines(pairs))
+    pq.write_table(pa.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
+    for kind in ("jsonl", "parquet"):
+        out = str(tmp_path / f"of_{kind}")
+        preprocess_files([str(tmp_path / f"pairs.{kind}")], "bytes", out, pairs=True, chat_template="chatml")
+    assert (tmp_path / "of_jsonl.bin").read_bytes() == (tmp_path / "of_parquet.bin").read_bytes()
+    assert (tmp_path / "of_jsonl.mask.bin").read_bytes() == (tmp_path / "of_parquet.mask.bin").read_bytes()
+
+
 def samples_of(made: IndexedDataset, on: Any, keep: Any = lambda size: True) -> list[tuple[Any, ...]]:
     """Inputs, targets, starts and the place of weights of all whole samples, from the documents end to end."""
     mask, ids, begins, learned, weights = LossMask(made, on), [], [], [], []

@@ -402,7 +402,7 @@ def test_where_the_template_comes_from(folder: Path, tmp_path: Path) -> None:
 
 def test_only_lines_of_json_are_conversations(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match=r"a.txt: conversations are lines of a .jsonl file, or a list"):
+    with pytest.raises(UserError, match=r"a.txt: conversations are lines of a .jsonl file, a list in"):
         preprocess([str(tmp_path / "a.txt")], "bytes", str(tmp_path / "o"), chat=True, chat_template="chatml")
     with pytest.raises(UserError, match="--chat-template chatml: applies to conversations; add --chat"):
         preprocess([str(tmp_path / "a.txt")], "bytes", str(tmp_path / "o"), chat_template="chatml")
