@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -16,6 +17,8 @@ import megalite
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
+from megalite.core.scoring import Scores
+from megalite.extras.tasks.generation import Request, write_texts
 from megalite.extras.tasks.in_loop import open_tasks
 from megalite.extras.tasks.read import read_task
 from megalite.extras.tasks.requests import Question, documents_of, metrics_of, questions
@@ -288,3 +291,18 @@ def test_texts_are_filtered_and_judged(tmp_path: Path) -> None:
     assert not judged.is_right("7 and then 12", "7")
     assert plain.is_right("The Sea.", "the sea")
     assert not plain.is_right(" the sea", "the sea")
+
+
+def test_where_texts_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first stop, before the end of text, which many tokenizers name, or after the last token allowed."""
+    tokenizer, pieces = load_tokenizer("bytes"), {0: "a", 1: "b", 2: ". and ."}
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: "".join(pieces.get(i, "<end>") for i in ids))
+    # By the only id of its context, what a model would write; 300 is an id that the tokenizer lacks.
+    continued = {10: [0, 1, 256, 0], 11: [0, 2, 1], 12: [1] * 9, 13: [0, 300, 256]}
+    requests = [Request([start], 3 if start == 12 else 9, ("x", ".")) for start in continued]
+
+    def score(documents: list[tuple[list[int], int]]) -> Scores:
+        likeliest = np.array([continued[ids[0]][len(ids) - 2] for ids, _ in documents])
+        return Scores(np.zeros(len(documents)), np.ones(len(documents), bool), likeliest)
+
+    assert write_texts(requests, tokenizer, ParallelContext.single(), score) == ["ab", "a", "bbb", "a"]
