@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,15 @@ from megalite.core.model.parameters import param_map
 from megalite.core.options.lr import learning_rate
 from megalite.core.options.model import ModelConfig
 from megalite.core.sharding import Shard
+from megalite.extras.convert.hf import export_hf
+from megalite.runtime.checkpoint.hf.start import load_hf
+from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.data import Rows
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
+from tests.parity.harness import on_ranks
+from tests.unit.checkpoint.hf_models import read_all
+from tests.workers import WorkerPool
 
 transformers = pytest.importorskip("transformers")
 
@@ -144,3 +151,40 @@ def train_packed(rank: int, cfgs: Sequence[Config], world: int) -> list[list[tup
             figures.append((result.loss, result.grad_norm))
         out.append(figures)
     return out
+
+
+Expected = tuple[Path, list[tuple[float, float]], dict[str, torch.Tensor]]
+"""Folder of a model, and what transformers and torch make of it: figures of every step, last weights."""
+
+
+def started_from(
+    rank: int, cfgs: Sequence[Config], world: int, folder: str, roots: Sequence[str]
+) -> list[list[tuple[float, float]]]:
+    """By config: figures of every step of a run that starts from a folder; the last weights are saved."""
+    out = []
+    for cfg, root in zip(cfgs, roots, strict=True):
+        engine, steps = jobs.start(rank, cfg, world), cfg.train.train_steps
+        load_hf(folder, cfg.model, engine.optimizer.states(), engine.ctx)
+        engine.optimizer.finish_load()
+        out.append(jobs.run_steps(engine, steps))
+        jobs.check_copies(engine)
+        checkpointer = Checkpointer(root, engine.ctx)
+        checkpointer.save(steps, engine.optimizer.states(), {"config": {"model": asdict(cfg.model)}})
+        checkpointer.close()
+    return out
+
+
+def check_follows(pool: WorkerPool, expected: Expected, cfgs: Sequence[Config], world: int, tmp_path: Path) -> None:
+    """Train from the model's folder in layouts, one after the other on the same ranks: the figures and last weights."""
+    folder, steps, weights = expected
+    roots = [tmp_path / str(i) for i in range(len(cfgs))]
+    ranks = on_ranks(pool, world, started_from, cfgs, world, str(folder), [str(root) for root in roots])
+    for i, (root, cfg) in enumerate(zip(roots, cfgs)):
+        what = f"{folder.name} {cfg.parallel}"
+        for rank in ranks:
+            np.testing.assert_allclose(rank[i], steps, rtol=1e-5, err_msg=what)
+        export_hf(root, root / "hf")
+        ours = read_all(root / "hf")
+        assert ours.keys() == weights.keys()
+        for name, theirs in weights.items():
+            assert (ours[name] - theirs).abs().max() <= 1e-5 * theirs.abs().max(), f"{what}: {name}"

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.extras.convert.hf import export_hf
-from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
-from megalite.runtime.checkpoint.save import Checkpointer
-from megalite.runtime.options.run import Config
+from megalite.runtime.checkpoint.hf.start import hf_model_config
 from tests.parity import jobs
+from tests.parity.oracle import Expected, check_follows, train_plainly
 from tests.parity.oracle import damped as damped
-from tests.parity.oracle import train_plainly
 from tests.rows import always_run
 from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
 from tests.workers import WorkerPool
@@ -24,33 +21,39 @@ from tests.workers import WorkerPool
 pytestmark = pytest.mark.usefixtures("damped")
 
 FAMILIES, STEPS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), 3
-TP: tuple[int, dict[str, Any]] = (4, {"ep": 2, "tp": 2, "sequence_parallel": False})
-CP: tuple[int, dict[str, Any]] = (4, {"ep": 2, "cp": 2})
-PP: tuple[int, dict[str, Any]] = (2, {"pp": 2, "schedule": "zb-h1"})
-ETP: tuple[int, dict[str, Any]] = (4, {"ep": 4, "tp": 2, "etp": "1", "zero": 3})
+TP: dict[str, Any] = {"ep": 2, "tp": 2, "sequence_parallel": False}
+CP: dict[str, Any] = {"ep": 2, "cp": 2}
+PP: dict[str, Any] = {"pp": 2, "schedule": "zb-h1"}
+ETP: dict[str, Any] = {"ep": 4, "tp": 2, "etp": "1", "zero": 3}
+# (family, ranks, layouts on them): one family in every layout of experts, the others in one.
+EVERY: list[dict[str, Any]] = [{"ep": 2, "tp": 2}, {"ep": 4}, ETP]
+PLAIN: list[tuple[str, int, list[dict[str, Any]]]] = [(family, 1, [{}]) for family in FAMILIES]
+SPREAD = [
+    *((family, 2, [{"ep": 2}]) for family in FAMILIES),
+    *((family, 4, EVERY if family == "qwen2_moe" else [EVERY[0], {"ep": 4, "zero": 2}]) for family in FAMILIES),
+]
 # Families with latent attention, groups, or biases that move after every step; one in every layout.
-BALANCED = {
-    "deepseek_v3": [TP, CP, PP, ETP],
-    "deepseek_v2": [TP, PP],
-    "deepseek_v2_lite": [ETP],
-    "glm4_moe": [CP],
-    "gpt_oss": [CP, ETP],
-    "llama4": [TP, PP],
-    "qwen3_next": [CP, ETP],
-    "kimi_k2": [PP],
-}
-ROWS = [(family, *layout) for family, layouts in BALANCED.items() for layout in layouts]
-# World -> layouts; every family in the first of each, one in the others.
-LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    2: [{"ep": 2}],
-    4: [{"ep": 2, "tp": 2}, {"ep": 4}, {"ep": 4, "tp": 2, "etp": "1", "zero": 3}],
-}
+BALANCED = [
+    ("deepseek_v3", 4, [TP, CP, ETP]),
+    ("deepseek_v3", 2, [PP]),
+    ("deepseek_v2", 4, [TP]),
+    ("deepseek_v2", 2, [PP]),
+    ("deepseek_v2_lite", 4, [ETP]),
+    ("glm4_moe", 4, [CP]),
+    ("gpt_oss", 4, [CP, ETP]),
+    ("llama4", 4, [TP]),
+    ("llama4", 2, [PP]),
+    ("qwen3_next", 4, [CP, ETP]),
+    ("kimi_k2", 2, [PP]),
+]
+ROWS = [*PLAIN, *SPREAD, *BALANCED]
+ALWAYS = [*PLAIN, *(row for row in BALANCED if row[:2] in (("deepseek_v3", 4), ("qwen3_next", 4)))]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Folder of each family, and what transformers and torch make of it: figures of every step, last weights."""
-    made: dict[str, tuple[Path, list[tuple[float, float]], dict[str, torch.Tensor]]] = {}
+    made: dict[str, Expected] = {}
 
     def get(family: str) -> Any:
         if family not in made:
@@ -106,67 +109,11 @@ def smallest_gap(router: Any, logits: torch.Tensor, k: int) -> float:
     return min(gap(of_groups, router.topk_group), gap(scores.masked_fill(closed.unsqueeze(-1), -1).flatten(1), k))
 
 
-def trained(rank: int, cfg: Config, world: int, folder: str, root: str) -> list[tuple[float, float]]:
-    """Figures of every step of a run that starts from a folder; the last weights are saved."""
-    engine = jobs.start(rank, cfg, world)
-    load_hf(folder, cfg.model, engine.optimizer.states(), engine.ctx)
-    engine.optimizer.finish_load()
-    steps = jobs.run_steps(engine, STEPS)
-    jobs.check_copies(engine)
-    checkpointer = Checkpointer(root, engine.ctx)
-    model = dataclasses.asdict(cfg.model)
-    checkpointer.save(STEPS, engine.optimizer.states(), {"config": {"model": model}})
-    checkpointer.close()
-    return steps
-
-
-def check(ranks: list[Any], expected: Any, saved: Path, what: str) -> None:
-    steps, weights = expected
-    for rank in ranks:
-        np.testing.assert_allclose(rank, steps, rtol=1e-5, err_msg=what)
-    export_hf(saved, saved / "hf")
-    ours = read_all(saved / "hf")
-    assert ours.keys() == weights.keys()
-    for name, theirs in weights.items():
-        assert (ours[name] - theirs).abs().max() <= 1e-5 * theirs.abs().max(), f"{what}: {name}"
-
-
-def config(folder: Path, parallel: dict[str, Any]) -> Config:
-    model = dataclasses.replace(hf_model_config(folder), seq_len=jobs.SEQ)
+@pytest.mark.parametrize("row", always_run(ROWS, *ALWAYS), ids=lambda row: "-".join(map(str, row[:2])))
+def test_experts_follow_transformers(pool: WorkerPool, models: Any, tmp_path: Path, row: Any) -> None:
+    family, world, layouts = row
+    expected = models(family)
+    model = dataclasses.replace(hf_model_config(expected[0]), seq_len=jobs.SEQ)
     # The products of transformers, to the same roundings.
-    return jobs.make_config(model, parallel, train_steps=STEPS, ops="grouped=torch")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_process_follows_transformers(models: Any, tmp_path: Path, family: str) -> None:
-    folder, *expected = models(family)
-    check([trained(0, config(folder, {}), 1, str(folder), str(tmp_path))], expected, tmp_path, family)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("world", LAYOUTS)
-def test_every_layout_follows_transformers(
-    pool: WorkerPool, models: Any, tmp_path: Path, world: int, family: str
-) -> None:
-    folder, *expected = models(family)
-    for i, layout in enumerate(LAYOUTS[world][: None if family == "qwen2_moe" else 1]):
-        root = tmp_path / str(i)
-        ranks = pool.run(world, trained, config(folder, layout), world, str(folder), str(root))
-        check(ranks, expected, root, f"{family} {layout}")
-
-
-@pytest.mark.parametrize("row", always_run(ROWS, ("deepseek_v3", *TP), ("qwen3_next", *CP)), ids=str)
-def test_latents_and_biases_follow_transformers(pool: WorkerPool, models: Any, tmp_path: Path, row: Any) -> None:
-    family, world, layout = row
-    folder, *expected = models(family)
-    ranks = pool.run(world, trained, config(folder, layout), world, str(folder), str(tmp_path))
-    check(ranks, expected, tmp_path, f"{family} {layout}")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen2_moe"])
-def test_ep_4_follows_transformers(pool: WorkerPool, models: Any, tmp_path: Path, family: str) -> None:
-    folder, *expected = models(family)
-    cfg = config(folder, {"ep": 4, "zero": 2})
-    check(pool.run(4, trained, cfg, 4, str(folder), str(tmp_path)), expected, tmp_path, family)
+    cfgs = [jobs.make_config(model, layout, train_steps=STEPS, ops="grouped=torch") for layout in layouts]
+    check_follows(pool, expected, cfgs, world, tmp_path)

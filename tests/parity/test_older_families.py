@@ -9,21 +9,16 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from megalite.extras.convert.hf import export_hf
-from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
-from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.checkpoint.hf.start import hf_model_config
 from megalite.runtime.data import Rows
-from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.families import tiny
 from tests.parity.features import Feature
 from tests.parity.harness import ranks_of
 from tests.parity.models import MIXTRAL, dropped
-from tests.parity.oracle import STARTS, train_plainly
+from tests.parity.oracle import STARTS, Expected, check_follows, train_plainly
 from tests.parity.oracle import damped as damped
 from tests.rows import always_run
 from tests.unit.checkpoint.hf_models import load_model, make_model, read_all
@@ -49,7 +44,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Folder of each family, and what transformers and torch make of it: figures of every step, last weights."""
-    made: dict[str, tuple[Path, list[tuple[float, float]], dict[str, torch.Tensor]]] = {}
+    made: dict[str, Expected] = {}
 
     def get(family: str) -> Any:
         if family not in made:
@@ -64,24 +59,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-def trained(
-    rank: int, cfgs: list[Config], world: int, folder: str, roots: list[str]
-) -> list[list[tuple[float, float]]]:
-    """By config: figures of every step of a run that starts from a folder; the last weights are saved."""
-    out = []
-    for cfg, root in zip(cfgs, roots, strict=True):
-        engine = jobs.start(rank, cfg, world)
-        load_hf(folder, cfg.model, engine.optimizer.states(), engine.ctx)
-        engine.optimizer.finish_load()
-        out.append(jobs.run_steps(engine, STEPS))
-        jobs.check_copies(engine)
-        checkpointer = Checkpointer(root, engine.ctx)
-        model = dataclasses.asdict(cfg.model)
-        checkpointer.save(STEPS, engine.optimizer.states(), {"config": {"model": model}})
-        checkpointer.close()
-    return out
-
-
 CASES = [(world, family) for world in LAYOUTS for family in MODELS_OF_HF]
 # In one process each family.
 ALWAYS = [*CASES[: len(MODELS_OF_HF)], (2, "bloom"), (2, "gptj"), (2, "opt_350m")]
@@ -92,20 +69,12 @@ def test_every_layout_follows_transformers(
     pool: WorkerPool, models: Any, tmp_path: Path, case: tuple[int, str]
 ) -> None:
     world, family = case
-    folder, steps, weights = models(family)
-    model = dataclasses.replace(hf_model_config(folder), seq_len=jobs.SEQ, hidden_dropout=0.0, attention_dropout=0.0)
-    roots = [tmp_path / str(i) for i in range(len(LAYOUTS[world]))]
+    expected = models(family)
+    model = dataclasses.replace(
+        hf_model_config(expected[0]), seq_len=jobs.SEQ, hidden_dropout=0.0, attention_dropout=0.0
+    )
     cfgs = [jobs.make_config(model, layout, train_steps=STEPS) for layout in LAYOUTS[world]]
-    arguments = cfgs, world, str(folder), [str(root) for root in roots]
-    ranks = pool.run(world, trained, *arguments) if world > 1 else [trained(0, *arguments)]
-    for i, (root, layout) in enumerate(zip(roots, LAYOUTS[world])):
-        for rank in ranks:
-            np.testing.assert_allclose(rank[i], steps, rtol=1e-5, err_msg=f"{family} {layout}")
-        export_hf(root, root / "hf")
-        ours = read_all(root / "hf")
-        assert ours.keys() == weights.keys()
-        for name, theirs in weights.items():
-            assert (ours[name] - theirs).abs().max() <= 1e-5 * theirs.abs().max(), f"{family} {layout}: {name}"
+    check_follows(pool, expected, cfgs, world, tmp_path)
 
 
 def packed(step: int) -> Rows:

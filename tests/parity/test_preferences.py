@@ -19,14 +19,11 @@ from megalite.core.rows import Rows
 from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
+from tests.parity.features import Feature
 from tests.parity.harness import (
-    Row,
     assert_same_gradients,
     boxes_of,
-    check,
     check_evaluated,
-    check_mistake,
-    config_of,
     evaluate_steps,
     put_together,
     ranks_of,
@@ -269,73 +266,60 @@ def test_six_pairs_in_rows_are_six_in_one() -> None:
 # ------------------------------------------------------------------------------------------------------------ layouts
 
 DATA = {"data": pairs_of, **DPO}
-GRID: dict[Any, list[Row]] = {
-    ranks_of(2, tp=2): [(LLAMA, 1, {}, DATA), (LLAMA, 1, {}, {**DATA, "loss_chunk": 5, "dpo_loss": "ipo"})],
-    ranks_of(2, pp=2): [(LLAMA, 1, {}, DATA), (LLAMA, 1, {}, {**DATA, "dpo_loss": "simpo", "dpo_beta": 2.0})],
-    ranks_of(2, cp=2): [(LLAMA, 1, {}, DATA), (LLAMA, 1, {}, {**DATA, "loss_chunk": 5})],
-    ranks_of(2): [(LLAMA, 1, {}, DATA), (LLAMA, 3, {}, {**DATA, "dpo_loss": "robust", "dpo_smoothing": 0.1})],
-    ranks_of(2, ep=2): [(MIXTRAL, 1, {}, DATA)],
-}
-MORE: dict[Any, list[Row]] = {
-    ranks_of(4, tp=2, cp=2): [(LLAMA, 1, {}, DATA)],
-    ranks_of(4, pp=2, vp=2): [(LLAMA, 2, {}, DATA)],
-    ranks_of(4, tp=2, pp=2): [(LLAMA, 1, {"schedule": "zb-h1"}, DATA)],
-}
 
 
-@pytest.mark.parametrize(
-    "shape", [*GRID, *(pytest.param(shape, marks=pytest.mark.full) for shape in MORE)], ids=lambda x: str(x)
-)
-def test_layouts_are_one_process(pool: WorkerPool, shape: Any) -> None:
-    check(pool, shape, (GRID | MORE)[shape])
+class TestPreferences(Feature):
+    strong = {
+        ranks_of(2, tp=2): [(LLAMA, 1, {}, DATA), (LLAMA, 1, {}, {**DATA, "loss_chunk": 5, "dpo_loss": "ipo"})],
+        ranks_of(2, pp=2): [(LLAMA, 1, {}, DATA), (LLAMA, 1, {}, {**DATA, "dpo_loss": "simpo", "dpo_beta": 2.0})],
+        ranks_of(2, cp=2): [(LLAMA, 1, {}, DATA), (LLAMA, 1, {}, {**DATA, "loss_chunk": 5})],
+        ranks_of(2): [(LLAMA, 1, {}, DATA), (LLAMA, 3, {}, {**DATA, "dpo_loss": "robust", "dpo_smoothing": 0.1})],
+        ranks_of(2, ep=2): [(MIXTRAL, 1, {}, DATA)],
+    }
+    grid = {
+        ranks_of(4, tp=2, cp=2): [(LLAMA, 1, {}, DATA)],
+        ranks_of(4, pp=2, vp=2): [(LLAMA, 2, {}, DATA)],
+        ranks_of(4, tp=2, pp=2): [(LLAMA, 1, {"schedule": "zb-h1"}, DATA)],
+    }
+    planted = {
+        "reference of the other sign": (ranks_of(2, cp=2), (LLAMA, 1, {}, DATA)),
+        "a pair split": (ranks_of(2, tp=2), (LLAMA, 1, {}, DATA)),
+        "sums per token": (ranks_of(2, tp=2), (LLAMA, 1, {}, DATA)),
+        "weights as after a differentiated all-reduce": (ranks_of(2, cp=2), (LLAMA, 1, {}, DATA)),
+    }
+
+    @staticmethod
+    def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
+        from megalite.core import microbatches, step
+        from megalite.core.parts.counters.preferences import Preferences
+
+        call = Preferences.__call__
+
+        def wrong_sign(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
+            return call(self, loss_SB, replace(batch, references_SB=-batch.references_SB), fwd)
+
+        def per_token(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
+            losses, weights = call(self, loss_SB, batch, fwd)
+            return losses, weights / (weights != 0).sum().clamp(min=1) * 8
+
+        def of_own_pairs(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
+            losses, weights = call(self, loss_SB, batch, fwd)
+            return losses, weights * self._engine.ctx.axis("cp").size
+
+        def to_microbatches(rows: Any, *args: Any) -> Any:
+            # A pair lies in two micro-batches: its second document is that of the next row.
+            owners = np.where(rows.owners % 2 == 1, np.roll(rows.owners, 1, 0), rows.owners)
+            return original(replace(rows, owners=owners), *args)
+
+        original = microbatches.to_microbatches
+        return {
+            "reference of the other sign": (Preferences, "__call__", wrong_sign),
+            "sums per token": (Preferences, "__call__", per_token),
+            "weights as after a differentiated all-reduce": (Preferences, "__call__", of_own_pairs),
+            "a pair split": (step, "to_microbatches", to_microbatches),
+        }
 
 
 @pytest.mark.parametrize("shape", [ranks_of(2, tp=2), ranks_of(4, pp=2)], ids=str)
 def test_evaluations_are_those_of_one_process(pool: WorkerPool, shape: Any) -> None:
     check_evaluated(pool, shape, (LLAMA, 1, {}, DATA))
-
-
-def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
-    from megalite.core import microbatches, step
-    from megalite.core.parts.counters.preferences import Preferences
-
-    call = Preferences.__call__
-
-    def wrong_sign(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
-        return call(self, loss_SB, replace(batch, references_SB=-batch.references_SB), fwd)
-
-    def per_token(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
-        losses, weights = call(self, loss_SB, batch, fwd)
-        return losses, weights / (weights != 0).sum().clamp(min=1) * 8
-
-    def of_own_pairs(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
-        losses, weights = call(self, loss_SB, batch, fwd)
-        return losses, weights * self._engine.ctx.axis("cp").size
-
-    def to_microbatches(rows: Any, *args: Any) -> Any:
-        # A pair lies in two micro-batches: its second document is that of the next row.
-        owners = np.where(rows.owners % 2 == 1, np.roll(rows.owners, 1, 0), rows.owners)
-        return original(replace(rows, owners=owners), *args)
-
-    original = microbatches.to_microbatches
-    return {
-        "reference of the other sign": (Preferences, "__call__", wrong_sign),
-        "sums per token": (Preferences, "__call__", per_token),
-        "weights as after a differentiated all-reduce": (Preferences, "__call__", of_own_pairs),
-        "a pair split": (step, "to_microbatches", to_microbatches),
-    }
-
-
-@pytest.mark.parametrize(
-    ("mistake", "layout"),
-    [
-        ("reference of the other sign", {"cp": 2}),
-        ("a pair split", {"tp": 2}),
-        ("sums per token", {"tp": 2}),
-        ("weights as after a differentiated all-reduce", {"cp": 2}),
-    ],
-    ids=lambda x: str(x),
-)
-def test_mistakes_show(pool: WorkerPool, mistake: str, layout: dict[str, int]) -> None:
-    shape = ranks_of(2, **layout)
-    check_mistake(pool, mistakes, mistake, 2, config_of(shape, (LLAMA, 1, {}, DPO)), pairs_of)

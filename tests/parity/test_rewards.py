@@ -16,14 +16,11 @@ from megalite.core.rows import Rows
 from megalite.runtime.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
+from tests.parity.features import Feature
 from tests.parity.harness import (
-    Row,
     assert_same_gradients,
     boxes_of,
-    check,
     check_evaluated,
-    check_mistake,
-    config_of,
     evaluate_steps,
     put_together,
     ranks_of,
@@ -130,65 +127,53 @@ def test_one_process_is_the_classifier_of_transformers(center: float, tmp_path: 
 
 DATA = {"data": pairs_of, **REWARD}
 TIED = jobs.llama(init_std=0.15, tie_embeddings=True)
-GRID: dict[Any, list[Row]] = {
-    ranks_of(2, tp=2): [(LLAMA, 1, {}, DATA), (TIED, 1, {"sequence_parallel": False}, DATA)],
-    ranks_of(2, pp=2): [(TIED, 1, {}, DATA)],
-    ranks_of(2, cp=2): [(LLAMA, 1, {}, DATA)],
-    ranks_of(2): [(LLAMA, zero, {}, DATA) for zero in range(4)],
-}
-MORE: dict[Any, list[Row]] = {
-    ranks_of(2, ep=2): [(MIXTRAL, 1, {}, DATA)],
-    ranks_of(4, tp=2, cp=2): [(LLAMA, 3, {}, DATA), (LLAMA, 3, {"zero_whole_below": 0}, DATA)],
-    ranks_of(4, pp=2, vp=2): [(LLAMA, 2, {}, DATA)],
-    ranks_of(4, tp=2, pp=2): [(LLAMA, 1, {"schedule": "zb-h1"}, DATA)],
-}
 
 
-@pytest.mark.parametrize(
-    "shape", [*GRID, *(pytest.param(shape, marks=pytest.mark.full) for shape in MORE)], ids=lambda x: str(x)
-)
-def test_layouts_are_one_process(pool: WorkerPool, shape: Any) -> None:
-    check(pool, shape, (GRID | MORE)[shape])
+class TestRewards(Feature):
+    strong = {
+        ranks_of(2, tp=2): [(LLAMA, 1, {}, DATA), (TIED, 1, {"sequence_parallel": False}, DATA)],
+        ranks_of(2, pp=2): [(TIED, 1, {}, DATA)],
+        ranks_of(2, cp=2): [(LLAMA, 1, {}, DATA)],
+        ranks_of(2): [(LLAMA, zero, {}, DATA) for zero in range(4)],
+    }
+    grid = {
+        ranks_of(2, ep=2): [(MIXTRAL, 1, {}, DATA)],
+        ranks_of(4, tp=2, cp=2): [(LLAMA, 3, {}, DATA), (LLAMA, 3, {"zero_whole_below": 0}, DATA)],
+        ranks_of(4, pp=2, vp=2): [(LLAMA, 2, {}, DATA)],
+        ranks_of(4, tp=2, pp=2): [(LLAMA, 1, {"schedule": "zb-h1"}, DATA)],
+    }
+    planted = {
+        "weights as after a differentiated all-reduce": (ranks_of(2, cp=2), (LLAMA, 1, {}, DATA)),
+        "rewards of the token before": (ranks_of(2, tp=2), (LLAMA, 1, {}, DATA)),
+        "extremes of one rank": (ranks_of(2), (LLAMA, 1, {}, DATA)),
+    }
+
+    @staticmethod
+    def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
+        from megalite.core.parts.counters.rewards import Rewards
+        from megalite.core.parts.heads.score.score import Score
+
+        call, forward, most = Rewards.__call__, Score.forward, Rewards.sums
+
+        def of_own_pairs(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
+            losses, weights = call(self, loss_SB, batch, fwd)
+            return losses, weights * self._engine.ctx.axis("cp").size
+
+        def early(self: Any, x: Any, batch: Any, fwd: Any) -> Any:
+            return forward(self, x.roll(1, 0), batch, fwd)
+
+        def of_one_rank(self: Any) -> Any:
+            sums = most(self)
+            sums[-2:] = 0
+            return sums
+
+        return {
+            "weights as after a differentiated all-reduce": (Rewards, "__call__", of_own_pairs),
+            "rewards of the token before": (Score, "forward", early),
+            "extremes of one rank": (Rewards, "sums", of_one_rank),
+        }
 
 
 @pytest.mark.parametrize("shape", [ranks_of(2, tp=2), ranks_of(4, pp=2)], ids=str)
 def test_evaluations_are_those_of_one_process(pool: WorkerPool, shape: Any) -> None:
     check_evaluated(pool, shape, (LLAMA, 1, {}, DATA))
-
-
-def mistakes(rank: int, cfg: Config) -> dict[str, tuple[Any, str, Any]]:
-    from megalite.core.parts.counters.rewards import Rewards
-    from megalite.core.parts.heads.score.score import Score
-
-    call, forward, most = Rewards.__call__, Score.forward, Rewards.sums
-
-    def of_own_pairs(self: Any, loss_SB: Any, batch: Any, fwd: Any) -> Any:
-        losses, weights = call(self, loss_SB, batch, fwd)
-        return losses, weights * self._engine.ctx.axis("cp").size
-
-    def early(self: Any, x: Any, batch: Any, fwd: Any) -> Any:
-        return forward(self, x.roll(1, 0), batch, fwd)
-
-    def of_one_rank(self: Any) -> Any:
-        sums = most(self)
-        sums[-2:] = 0
-        return sums
-
-    return {
-        "weights as after a differentiated all-reduce": (Rewards, "__call__", of_own_pairs),
-        "rewards of the token before": (Score, "forward", early),
-        "extremes of one rank": (Rewards, "sums", of_one_rank),
-    }
-
-
-@pytest.mark.parametrize(
-    ("mistake", "layout"),
-    [
-        ("weights as after a differentiated all-reduce", {"cp": 2}),
-        ("rewards of the token before", {"tp": 2}),
-        ("extremes of one rank", {}),
-    ],
-    ids=str,
-)
-def test_mistakes_show(pool: WorkerPool, mistake: str, layout: dict[str, int]) -> None:
-    check_mistake(pool, mistakes, mistake, 2, config_of(ranks_of(2, **layout), (LLAMA, 1, {}, REWARD)), pairs_of)

@@ -250,6 +250,14 @@ def test_every_bit_pattern_comes_back() -> None:
         assert sum(map(len, pieces)) < len(body)
 
 
+def test_a_piece_has_the_planes_of_the_tensor_that_it_begins_in() -> None:
+    """Those of another item size would hold a mixture of bytes, and be no smaller than noise."""
+    body = np.arange(coded.PIECE * 5 // 8, dtype=np.uint32).tobytes()
+    begins = [(0, 4), (coded.PIECE, 2), (coded.PIECE + 1000, 8), (2 * coded.PIECE, 8)]
+    *pieces, _ = coded.encode(memoryview(body), begins)
+    assert [piece[0] for piece in pieces] == [4, 2, 8]
+
+
 def test_a_store_takes_and_gives_coded_shards(tmp_path: Path) -> None:
     """Uploaded, pruned there, and loaded on another disk."""
     url = f"file://{tmp_path}/store"

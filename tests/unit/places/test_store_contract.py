@@ -174,6 +174,8 @@ def test_half_a_write_leaves_what_was_there(place: Place, tmp_path: Path, how: s
     else:
         with place.breaking(), pytest.raises(StoreError, match=f"{place.url}/a/half"):
             write()
+        if place.kind == "file":
+            assert os.listdir(tmp_path / place.url.removeprefix(f"file://{tmp_path}/") / "a") == ["half"] * there
     assert store.names("a") == ({"half": len(OLD)} if there else {})
     if there:
         assert store.read("a/half") == OLD

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -16,9 +17,11 @@ import megalite
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
+from megalite.core.scoring import Scores
 from megalite.extras.tasks.in_loop import open_tasks
 from megalite.extras.tasks.read import read_task
 from megalite.extras.tasks.requests import Question, documents_of, mean_of, metrics_of, questions
+from megalite.extras.tasks.writing import Request, WholeTexts, write_texts
 from megalite.runtime.data.tokenizer import load_tokenizer
 from megalite.runtime.recover.member import Companion
 from megalite.runtime.recover.messages import Go, Turn
@@ -326,3 +329,18 @@ def test_a_task_has_a_metric_for_each_pipeline_of_filters(tmp_path: Path) -> Non
         **dict.fromkeys(names, 0.5),
         **dict.fromkeys((name.replace(",", "_stderr,") for name in names), pytest.approx(math.sqrt(1 / 12))),
     }
+
+
+def test_where_texts_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first stop, before the end of text, which many tokenizers name, or after the last token allowed."""
+    tokenizer, pieces = load_tokenizer("bytes"), {0: "a", 1: "b", 2: ". and ."}
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: "".join(pieces.get(i, "<end>") for i in ids))
+    # By the only id of its context, what a model would write; 300 is an id that the tokenizer lacks.
+    continued = {10: [0, 1, 256, 0], 11: [0, 2, 1], 12: [1] * 9, 13: [0, 300, 256]}
+    requests = [Request([start], 3 if start == 12 else 9, ("x", ".")) for start in continued]
+
+    def score(documents: list[tuple[list[int], int]]) -> Scores:
+        likeliest = np.array([continued[ids[0]][len(ids) - 2] for ids, _ in documents])
+        return Scores(np.zeros(len(documents)), np.ones(len(documents), bool), likeliest)
+
+    assert write_texts(requests, tokenizer, ParallelContext.single(), WholeTexts(score)) == ["ab", "a", "bbb", "a"]
