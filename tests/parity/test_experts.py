@@ -120,8 +120,8 @@ class TestExperts(Feature):
             loss, counts = balance(self, *args)
             return loss / cfg.parallel.cp, counts
 
-        def by_stride(self: AllToAll, ids: torch.Tensor, num: int, ep: Any, ops: Ops) -> None:
-            way(self, ids % ep.size * (num // ep.size) + ids // ep.size, num, ep, ops)
+        def by_stride(self: AllToAll, ids: torch.Tensor, num: int, ep: Any, ops: Ops, known: Any = None) -> None:
+            way(self, ids % ep.size * (num // ep.size) + ids // ep.size, num, ep, ops, known)
 
         def over_dp(self: Shard) -> tuple[str, ...]:
             return (*axes(self), *(("ep",) if "ep" in self.layout.grid.names else ()))
