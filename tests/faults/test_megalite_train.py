@@ -277,18 +277,7 @@ def test_told_to_stop_while_torch_waits_for_the_first_host() -> None:
     """As a pod that is drained before all are there: the handler ran only once torch had given up, minutes later."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = str(silent.getsockname()[1])
-        words = [
-            "--nnodes",
-            "2",
-            "--node-rank",
-            "1",
-            "--master-addr",
-            "127.0.0.1",
-            "--master-port",
-            port,
-            "--nproc",
-            "1",
-        ]
+        words = f"--nproc 1 --nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port {port}".split()
         command = [sys.executable, "-m", "megalite", "train", *words, "pretrain_gpt.py", *RUN]
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as waiting:
             try:
