@@ -6,6 +6,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from megalite.extras.tool import run_tool
 from megalite.runtime.base.child import children, process_state
 from tests.faults.harness import FOREVER, RUN, committed
 from tests.faults.zygote import WITHIN_S
+from tests.ranks import ROOT
 
 # What a rank does; it leaves files in its folder. It needs no torch, so that it starts quickly.
 RANK = """
@@ -268,3 +271,21 @@ def test_ranks_save_and_leave_when_their_launcher_is_killed(tmp_path: Path, monk
         time.sleep(0.05)
     assert len(committed(run)) == 1
     assert "SIGTERM: saving after this step" in started.err()
+
+
+def test_told_to_stop_while_torch_waits_for_the_first_host() -> None:
+    """As a pod that is drained before all are there: the handler ran only once torch had given up, minutes later."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = str(silent.getsockname()[1])
+        words = f"--nproc 1 --nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port {port}".split()
+        command = [sys.executable, "-m", "megalite", "train", *words, "pretrain_gpt.py", *RUN]
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as waiting:
+            try:
+                silent.settimeout(WITHIN_S)
+                with silent.accept()[0]:
+                    waiting.terminate()
+                    _, said = waiting.communicate(timeout=WITHIN_S)
+            finally:
+                waiting.kill()
+    assert waiting.returncode == 128 + signal.SIGTERM
+    assert "interrupted: no rank has started" in said

@@ -90,7 +90,7 @@ def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None)
         gradients.start(closely=True)
         second = train_step(engine, batch, 2, loss_limit=0.0)
         before = state(), engine.scaler.scalars(), engine.optimizer.scalars()
-        found = exchange(engine, loader, batch, 2, second.loss_scale, gradients)
+        found = exchange(engine, loader.read_share, batch, 2, second.loss_scale, gradients)
         assert (state(), engine.scaler.scalars(), engine.optimizer.scalars()) == before
         assert loader.consumed_samples == 2 * cfg.train.global_batch_size
         if of_pairs:

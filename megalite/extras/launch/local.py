@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ USER_ERROR_CODE = 2
 LOST_CODE = 128 + signal.SIGKILL
 # In Kubernetes the first pod's name resolves only once it runs, and pulling its image may take long.
 _NAME_PATIENCE_S = 900.0
+# Until a signal's handler has run, unless the interpreter waits in torch; and until a host that is there answers.
+_HANDLED_S, _ANSWER_S = 5.0, 10.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -79,7 +82,7 @@ class LocalRanks:
     def __init__(self, place: Place, script: Sequence[str], patience_s: int | None = None) -> None:
         self.asked = 0
         self.patience_s = patience_s
-        self.master = place.master_addr
+        self.master, self.port = place.master_addr, place.master_port
         self.reserves = survives_hosts(script)
         # Whether a host that is told to stop leaves, and whether the run goes on without a lost one, but the first.
         self.leaves, self.first = goes_on_with_fewer(script), place.node_rank == 0
@@ -118,7 +121,7 @@ class LocalRanks:
         except _EarlySignal:
             print("interrupted: no rank has started", file=sys.stderr)
             return 128 + self.asked
-        return self._code(failures)
+        return self.unless_late(self._code(failures))
 
     def _agent(self) -> LocalElasticAgent:
         config = self.config
@@ -155,12 +158,27 @@ class LocalRanks:
         handled = [s for s in _FORWARDED if signal.getsignal(s) != signal.SIG_IGN]
         before = {s: signal.signal(s, self._on_signal) for s in handled}
         before[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: self._send(signal.SIGKILL))
+        arrived, noted = socket.socketpair()
+        noted.setblocking(False)
+        signal.set_wakeup_fd(noted.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._end_if_stuck, args=(arrived,), daemon=True).start()
         try:
             yield
         finally:
+            signal.set_wakeup_fd(-1)
+            noted.close()
             signal.alarm(0)
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+
+    def _end_if_stuck(self, arrived: socket.socket) -> None:
+        """End where a signal's handler cannot run, as torch waits for other hosts, and no rank has started."""
+        with arrived:
+            while numbers := arrived.recv(1):
+                time.sleep(_HANDLED_S)
+                if numbers[0] in _FORWARDED and not self.asked and not self._pids():
+                    os.write(2, b"interrupted: no rank has started\n")
+                    os._exit(128 + numbers[0])
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Ask the ranks to save and exit; a second Ctrl-C is forwarded and ends them at once.
@@ -182,17 +200,33 @@ class LocalRanks:
         if first and self.patience_s:
             signal.alarm(self.patience_s)
 
+    def _pids(self) -> list[int]:
+        workers = self.agent.get_worker_group().workers if self.agent else []
+        return [worker.id for worker in workers if worker.id]
+
     def _send(self, signum: signal.Signals) -> int:
         """Send a signal to every rank; return how many have started."""
-        workers = self.agent.get_worker_group().workers if self.agent else []
-        pids = [worker.id for worker in workers if worker.id]
-        for pid in pids:
+        for pid in (pids := self._pids()):
             # Each is a child that torch elastic has not reaped, or is gone.
             try:
                 os.kill(pid, signum)
             except ProcessLookupError:
                 continue
         return len(pids)
+
+    def unless_late(self, code: int) -> int:
+        """Return the code of a lost host in place of an error where the first host is gone, and this is another one.
+
+        A pod that comes back when the run is done must not be taken for its failure; of that, the first one tells.
+        """
+        if not self.master or not self.replaced or self.first or code in (0, LOST_CODE, unfinished_code()):
+            return code
+        try:
+            socket.create_connection((self.master, self.port), timeout=_ANSWER_S).close()
+        except OSError:
+            print("error: the first host is gone, with the run: this one counts as lost", file=sys.stderr)
+            return LOST_CODE
+        return code
 
     def _code(self, failures: Mapping[int, ProcessFailure]) -> int:
         """Return the exit code, after one line about ranks that did not report their end themselves."""

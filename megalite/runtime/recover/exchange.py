@@ -20,9 +20,10 @@ from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.grid import Grid
 from megalite.core.rows import Rows
 from megalite.core.step import forward_backward
-from megalite.runtime.data import BatchLoader
 from megalite.runtime.options.run import Config
 from megalite.runtime.recover.local_gradients import LocalGradients
+
+Read = Callable[[int], tuple[Rows, Exception | None]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Sums(NamedTuple):
 
 
 def exchange(
-    engine: Engine[Config], loader: BatchLoader, batch: Rows, step: int, loss_scale: float, gradients: LocalGradients
+    engine: Engine[Config], read: Read, batch: Rows, step: int, loss_scale: float, gradients: LocalGradients
 ) -> Exchange:
     """Compute the samples of another replica, of the step that was just repeated; every rank calls it.
 
@@ -55,7 +56,7 @@ def exchange(
 
     Args:
         engine: what this rank trains with.
-        loader: where its samples come from.
+        read: reads the samples of the step that another dp rank has, as `BatchLoader.read_share`.
         batch: this rank's samples of the step.
         step: number of the step.
         loss_scale: under which the gradients were computed.
@@ -68,12 +69,13 @@ def exchange(
     before = _sums(batch, gradients)
     # Read here, not sent: what is wrong with the memory that holds them there stays there.
     place = (ctx.dp.rank + distance) % ctx.dp.size
-    rows, failure = loader.read_share(place)
+    rows, failure = read(place)
     gradients.start(closely=True)
     full = engine.cfg.train.global_batch_size * engine.cfg.model.seq_len
     forward_backward(engine, rows, step, loss_scale / full, place)
     engine.optimizer.finish_grads()
-    told = json.dumps([before, _sums(rows, gradients), str(failure or "")])
+    why = "" if failure is None else str(failure) or type(failure).__name__  # some errors say nothing
+    told = json.dumps([before, _sums(rows, gradients), why])
     texts = [json.loads(text) for text in gather_texts(told, ctx.world, ctx.device)]
     if failures := [(rank, text) for rank, (*_, text) in enumerate(texts) if text]:
         return Exchange([], "rank {} could not read samples of another: {}".format(*failures[0]))

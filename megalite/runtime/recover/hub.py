@@ -93,8 +93,8 @@ class Hub:
         self._paused, self._paused_at = set[int](), 0.0
         self._done: set[int] = set()
         # Ranks whose guards have not yet said, since the round is broken, which copies there are; and those that have
-        # lost their guards since.
-        self._silent, self._lost = set[int](), set[int]()
+        # lost their guards since; and how long those were waited for.
+        self._silent, self._lost, self._waited = set[int](), set[int](), 0.0
         self._gone, self._left = dict[int, Peer](), dict[int, Peer]()
         # Of whom ranks load what the round goes on from, where that is of another layout.
         self._lenders = list[Peer]()
@@ -299,7 +299,7 @@ class Hub:
             return
         since = self._paused_at if rank < 0 and self._paused else time.monotonic()
         self._broken = Failure(rank, dead, cause, since)
-        self._silent, self._lost, self._gone = set(range(self._world)), set(), {}
+        self._silent, self._lost, self._gone, self._waited = set(range(self._world)), set(), {}, 0.0
         leavers = [peer for peer in self._guards.values() if peer.leaves]
         if not self._fitting():
             for peer in leavers:
@@ -315,11 +315,11 @@ class Hub:
         self._tell(messages.Break(self._round))
         longest = max(_GATHER_S, self._patience)
         for seconds in {_GATHER_S, longest}:
-            self._loop.after(seconds, partial(self._give_up_waiting, self._round, seconds == longest))
+            self._loop.after(seconds, partial(self._give_up_waiting, self._round, seconds == longest, seconds))
         if self._left:
             self._fill_vacancies()
 
-    def _give_up_waiting(self, number: int, last: bool = True) -> None:
+    def _give_up_waiting(self, number: int, last: bool = True, waited: float = _GATHER_S) -> None:
         """Go on without a round's missing ranks, or end; not `last`: those that are lost may still be replaced."""
         if number != self._round or self._ended:
             return
@@ -328,14 +328,14 @@ class Hub:
             self._give_up_on(peer)
         if number != self._round:
             return  # that was all
-        met = len(self._silent) == len(self._vacant) and not self._gave_up
+        met, waited = len(self._silent) == len(self._vacant) and not self._gave_up, self._waited + waited
         enough = met and self._unit and (not self._vacant or self._fitting())
         if not (last or enough or self._silent - self._lost):
             return
         if met:
             self._expected = 0
             if last:
-                self._patience = 0
+                self._patience, self._waited = 0, waited
             if self._unit:
                 self._drop_silent_reserves()
             self._go_if_all_are_dead()
@@ -343,7 +343,7 @@ class Hub:
         why = f"ranks {sorted(self._silent)} could not be ended, or have never been met,"
         if self._vacant:
             why = f"the guards of ranks {sorted(self._vacant)} are gone, and no rank in reserve has come"
-        self._end(1, f"{why} within {_GATHER_S:.0f} s", kill=True)
+        self._end(1, f"{why} within {waited:.0f} s", kill=True)
 
     def _drop_silent_reserves(self) -> None:
         """Go on without what those have who say nothing; should they wake up, they end."""

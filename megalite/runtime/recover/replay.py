@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 
 from megalite.core.base.log import logger
 from megalite.core.mesh.collectives import gather_texts
@@ -15,6 +16,7 @@ from megalite.core.step import StepResult
 from megalite.runtime.loop.run import Run
 from megalite.runtime.recover.exchange import Exchange, exchange
 from megalite.runtime.recover.local_gradients import LocalGradients
+from megalite.runtime.watch.heartbeat import READING
 from megalite.runtime.watch.watchdog import OWN
 
 
@@ -79,8 +81,16 @@ def replay(
 
 def _exchange(run: Run, batch: Rows, second: StepResult, gradients: LocalGradients) -> Exchange:
     """Let replicas compute each other's samples of the step."""
+    read = partial(_read_share, run)
+    return exchange(run.engine, read, batch, run.step + 1, second.loss_scale, gradients)
+
+
+def _read_share(run: Run, dp_rank: int) -> tuple[Rows, Exception | None]:
+    """Read samples of another rank; a store that is away while they are read is no hang."""
+    run.heartbeat.beat(READING, run.step + 1, OWN)
+    found = run.loader.read_share(dp_rank)
     run.heartbeat.beat("training on samples of another rank", run.step + 1, OWN)
-    return exchange(run.engine, run.loader, batch, run.step + 1, second.loss_scale, gradients)
+    return found
 
 
 def _report(elsewhere: Exchange, head: str, copy: bool, kernels: str) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
+from megalite.runtime.base import waits
+from megalite.runtime.data import BatchLoader
 from megalite.runtime.recover.exchange import Exchange, Sums, judge, replicas_together
+from megalite.runtime.recover.replay import _read_share
+from megalite.runtime.watch.heartbeat import Heartbeat
 
 
 @pytest.mark.parametrize(
@@ -73,3 +82,36 @@ def test_other_samples_tell_nothing() -> None:
     own = [Sums("a", "1", True), Sums("b", "2", True)]
     there = [Sums("b", "2", True), Sums("c", "3", False)]
     assert judge(Grid.of(2), own, there) == Exchange([], "rank 1 reads other samples than rank 0")
+
+
+class _Slow:
+    """Samples in a store that is away for a moment; and what the watchdog hears meanwhile."""
+
+    seq_len = 4
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat, self.heard = heartbeat, list[int]()
+
+    def sample(self, position: int) -> Any:
+        before = self.heartbeat._count
+        waits.tell()
+        self.heard.append(self.heartbeat._count - before)
+        return np.zeros(self.seq_len + 1, np.int64)
+
+
+def test_a_store_that_is_away_while_samples_are_exchanged_is_no_hang(tmp_path: Path) -> None:
+    """The thread that reads was not listened to, and the watchdog killed its rank."""
+    heartbeat = Heartbeat(tmp_path, ParallelContext.single(), 0.0)
+    samples: Any = _Slow(heartbeat)
+    with BatchLoader(samples, repeat(2), 0, 2) as loader:
+        heartbeat.beat("reading data", 1)
+        loader.next_batch()
+        run: Any = SimpleNamespace(heartbeat=heartbeat, loader=loader, step=0)
+        for future in [future for _, future in loader._ahead]:
+            future.result()
+        samples.heard.clear()
+        heartbeat.beat("training again", 1)
+        rows, failure = _read_share(run, 1)
+    heartbeat.close()
+    assert (len(rows.inputs), failure) == (1, None)
+    assert samples.heard == [1]

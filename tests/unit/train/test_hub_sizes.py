@@ -579,6 +579,20 @@ def test_hosts_that_are_lost_one_after_the_other_are_no_rank_that_dies_at_every_
     assert run.guards[0].go().gave_up == "rank 1 has died 3 times at one step"
 
 
+def test_how_long_was_waited_is_told(made: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told to be a minute, after ten of MEGALITE_RESERVE_WAIT and one for a guard that stands in."""
+    monkeypatch.setenv("MEGALITE_RESERVE_WAIT", "600")
+    run = begin(made, 3, 0)
+    run.copy(1)
+    run.lose(1)
+    (longest,) = [timer for timer in run.loop.timers if timer.args[1:] == (True, 600)]
+    longest()
+    assert any(StandIn() in guard.told for guard in run.guards)
+    run.loop.timers[-1]()
+    assert isinstance(end := run.guards[0].told[-1], End)
+    assert end.why == "the guards of ranks [1] are gone, and no rank in reserve has come within 660 s"
+
+
 def test_how_a_loss_is_told() -> None:
     peers = [Peer(None, rank, rank, f"net{rank // 4}", f"node{rank // 4}") for rank in range(12)]  # type: ignore[arg-type]
 
