@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.extras.inference.cache import Cache
+from megalite.core.batch import ForwardPass
+from megalite.extras.inference.cache import Cache, KeptTexts
 from megalite.extras.inference.generate import Sampling, new_tokens
 from megalite.extras.inference.load import Model, load_model
 from tests.unit.checkpoint import hf_models
@@ -45,6 +46,25 @@ def test_logits_by_pieces_are_those_of_the_whole(tmp_path: Path, case: str) -> N
         torch.testing.assert_close(found, whole[at - 1], rtol=0, atol=1e-5 * float(whole.abs().max()))
     # The model itself is as it was.
     assert torch.equal(model.logits(torch.tensor([ids]))[0], whole)
+
+
+@pytest.mark.parametrize("case", full_on(CASES, 2))
+def test_texts_of_several_lengths_are_read_together(tmp_path: Path, case: str) -> None:
+    """The shorter one reads what is not its own, which nothing sees once its next tokens have come."""
+    model, ids = made(case, tmp_path), hf_models.tokens().flatten().tolist()
+    texts, lengths = [ids[:20], ids[8:28]], [14, 3]
+    kept = KeptTexts([model.stage], 20, 20)
+    pieces = [([text[:14] for text in texts], [0, 0])]
+    pieces += [([[text[n + i]] for text, n in zip(texts, lengths)], [n + i for n in lengths]) for i in range(6)]
+    for new, starts in pieces:
+        batch = kept.next_piece(new, starts, torch.device("cpu"))
+        with torch.no_grad(), kept.attending():
+            out = model.stage(batch.tokens_SB, batch, ForwardPass(0, 0, training=False))
+        for row, (text, start) in enumerate(zip(texts, starts)):
+            end = start + len(new[row])
+            found = out.unflatten(0, (2, -1))[row, -1, 0, : model.cfg.vocab]
+            whole = model.logits(torch.tensor([text[:end]]))[0, -1]
+            torch.testing.assert_close(found, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
 
 
 @pytest.mark.parametrize("case", full_on(CASES, 2))
