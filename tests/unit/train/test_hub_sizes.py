@@ -364,6 +364,8 @@ def test_a_host_that_is_told_to_stop_leaves_when_nobody_needs_it(made: list[Run]
         (3, 4, 0, "host node2 leaves (rank 2)")
     }
     leaver = run.guards.pop(2)
+    run.guards[0].heard(Began(run.hub._round))
+    assert not any(isinstance(said, End) for said in leaver.told), "others still load of it"
     run.began()
     assert leaver.told[-1] == End(0, "", kill=True)
     # A reserve goes at once, and the first host, or one without which there are too few, stops the run.
