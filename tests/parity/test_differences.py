@@ -1,0 +1,71 @@
+"""Snapshots as differences of runs in any layout, and the tools on them: what whole snapshots of the same run give."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.core.base.slices import Slice
+from megalite.extras.command import find_main
+from megalite.runtime.checkpoint.load import weights_of
+from megalite.runtime.checkpoint.manifest import read_manifest
+from megalite.runtime.checkpoint.reader import ShardReader
+from tests.parity import runs
+from tests.workers import WorkerPool
+
+LAYOUTS = {
+    "pp2-zero0": (4, ["--pp", "2", "--zero", "0"]),
+    "tp2-zero1": (4, ["--tp", "2", "--zero", "1"]),
+    "pp2-vp2-zero2": (4, ["--pp", "2", "--vp", "2", "--zero", "2"]),
+    "zero3": (4, ["--zero", "3", "--zero-whole-below", "500"]),
+}
+
+
+def train(pool: WorkerPool, folder: Path, layout: str, delta: int) -> Path:
+    world, words = LAYOUTS[layout]
+    saves = ["--save-model-every", "1", "--save-model-delta", str(delta), "--train-steps", "3", "--eval-steps", "0"]
+    run = folder / f"delta{delta}"
+    pool.run(world, runs.train, [*runs.MODEL, *words, *saves, "--run-dir", str(run)], world)
+    return run
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Each weight as one process reads it."""
+    reader, out = ShardReader(path, read_manifest(path)), {}
+    reader.verify()
+    for name, entry in weights_of(reader.manifest, path).items():
+        out[name] = torch.empty(entry.shape, dtype=torch.bfloat16)
+        reader.read(entry, Slice((0,) * len(entry.shape), entry.shape, 0), out[name])
+    reader.close()
+    return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bits_of_whole_snapshots(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    whole, delta = (train(pool, tmp_path, layout, k) / "checkpoints" for k in (0, 3))
+    for step in (1, 2, 3):
+        name = f"model_{step:08d}"
+        assert (read_manifest(delta / name).base is not None) == (step > 1)
+        found, expected = tensors(delta / name), tensors(whole / name)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key].view(torch.int16), expected[key].view(torch.int16)) for key in expected)
+
+
+def test_tools_on_a_difference(pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    (tmp_path / "text.txt").write_text("ABCABCABC")
+    for k in (0, 3):
+        run = train(pool, tmp_path, "pp2-vp2-zero2", k)
+        path, model = str(run / "checkpoints" / "model_00000002"), ["--device", "cpu", "--tokenizer", "bytes"]
+        find_main("evaluate")([path, *model, "--text", str(tmp_path / "text.txt")])
+        find_main("generate")([path, *model, "--prompt", "AB", "--max-new-tokens", "5", "--seed", "3"])
+        said.append(re.sub(r"\S*delta\d\S*", "", capsys.readouterr().out))
+        find_main("convert")(["export", "--checkpoint", path, "--out", str(run / "hf")])
+        find_main("inspect")([path, "--verify", "--tensors"])
+        assert ("difference of model_00000001" in capsys.readouterr().out) == bool(k)
+    assert said[0] == said[1]
+    exports = [(tmp_path / f"delta{k}" / "hf" / "model.safetensors").read_bytes() for k in (0, 3)]
+    assert exports[0] == exports[1]
