@@ -42,15 +42,17 @@ def base_folder(difference: Path, base: tuple[str, str]) -> Path:
     others = sorted([*root.glob(f"aside_*_{name}"), *root.glob(f"{name}-*")])
     found = [folder for folder in (root / name, *others) if folder.is_dir()]
     for folder in found:
-        if _commit(folder) == sha256:
+        if sha256_of(folder) == sha256:
             return folder
     rule = f"is the base of {difference.name}, and " + ("is missing" if not found else "is another than the one saved")
     raise BadCheckpoint(str(root / name), rule, f"put the base back beside it (manifest {sha256[:16]}...)")
 
 
-def _commit(folder: Path) -> str:
+def sha256_of(folder: Path) -> str:
+    """Return the SHA-256 of a checkpoint's manifest, as its COMMIT says; "" if there is none."""
     try:
-        return (folder / "COMMIT").read_bytes()[:64].decode("ascii", "replace")
+        with (folder / "COMMIT").open("rb") as file:
+            return file.read(64).decode("ascii", "replace")
     except OSError:
         return ""
 

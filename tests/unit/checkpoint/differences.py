@@ -7,6 +7,7 @@ from pathlib import Path
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.sharding import ParamSpec, StateTensor
 from megalite.runtime.checkpoint.load import load_checkpoint
+from megalite.runtime.checkpoint.save import Checkpointer
 from tests.faults import checkpoint_states as cs
 
 SPECS = [
@@ -32,3 +33,13 @@ def loaded(path: Path, rank: int = 0, tp: int = 1) -> bytes:
     states = [s for s in cs.states_at(-1, rank, tp, SPECS) if s.role == "master"]
     load_checkpoint(path, states, ParallelContext.single())
     return b"".join(state.flat.numpy().tobytes() for state in states)
+
+
+def save(
+    root: Path, steps: list[int], delta: int, ctx: ParallelContext | None = None, rank: int = 0, tp: int = 1
+) -> None:
+    """Save snapshots of some steps."""
+    checkpointer = Checkpointer(root, ctx or ParallelContext.single(), "run", delta=delta)
+    for step in steps:
+        checkpointer.save_model(step, weights(step, rank, tp), {"step": step})
+    checkpointer.close()

@@ -22,7 +22,7 @@ from megalite.extras.view.flatten import flatten
 from megalite.runtime.checkpoint.manifest import commit_text, read_manifest
 from megalite.runtime.checkpoint.save import Checkpointer
 from tests.faults import checkpoint_states as cs
-from tests.unit.checkpoint.differences import loaded, weights
+from tests.unit.checkpoint.differences import loaded, save, weights
 from tests.workers import WorkerPool
 
 CTX = ParallelContext.single()
@@ -38,13 +38,6 @@ checkpointer.save_model(3, t.weights(3), {"step": 3}, background=True)
 os.kill(checkpointer._writer.process.pid, signal.SIGKILL)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def save(root: Path, steps: list[int], delta: int, ctx: ParallelContext = CTX, rank: int = 0, tp: int = 1) -> None:
-    checkpointer = Checkpointer(root, ctx, "run", delta=delta)
-    for step in steps:
-        checkpointer.save_model(step, weights(step, rank, tp), {"step": step})
-    checkpointer.close()
 
 
 def save_on(rank: int, world: int, root: str, steps: list[int], delta: int) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from megalite.runtime.base.untrusted import BadFile, parse_json, read_json, require_regular
+from megalite.runtime.checkpoint.base import sha256_of
 from megalite.runtime.checkpoint.pruning import ranked
 from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.names import step_folders
+from megalite.runtime.places.place import COMMIT
 from megalite.runtime.record.expert_tokens import EXPERTS_FILE
 
 _LARGEST_MANIFEST = 64 << 20
@@ -22,7 +24,8 @@ def collect_checkpoints(run_dir: Path) -> dict[str, Any]:
 
     Returns:
         best: name of the one with the lowest validation loss, or None. folders: name, step, bytes, plain_bytes (before
-        coding), files, tensors by kind, valid_loss, ranks that wrote it; of a broken one `problem` alone.
+        coding), files, tensors by kind, valid_loss, ranks that wrote it, and of a difference `base`, what its manifest
+        names, and `base_folder`, the folder that this is, or None; of a broken one `problem` alone.
     """
     root = run_dir / "checkpoints"
     if not root.is_dir():
@@ -31,14 +34,18 @@ def collect_checkpoints(run_dir: Path) -> dict[str, Any]:
     judged = ranked(FolderPlace(root), names)
     losses = {name: loss for loss, name in judged}
     shown = sorted(p.name for p in root.iterdir() if not p.is_symlink() and (p / "manifest.json").exists())
-    folders = [{"name": name, "valid_loss": losses.get(name), **_described(root / name)} for name in shown]
+    by_sha256 = {sha256_of(root / name): name for name in shown if (root / name / COMMIT).is_file()}
+    folders = [{"name": name, "valid_loss": losses.get(name), **_described(root / name, by_sha256)} for name in shown]
     return {"best": judged[0][1] if judged else None, "folders": folders}
 
 
-def _described(folder: Path) -> dict[str, Any]:
+def _described(folder: Path, by_sha256: dict[str, str]) -> dict[str, Any]:
     try:
         manifest = read_json(folder / "manifest.json", _LARGEST_MANIFEST)
-        files = manifest["files"]
+        files, base = manifest["files"], manifest.get("base")
+        chain = {}
+        if base is not None:
+            chain = {"base": str(base["name"]), "base_folder": by_sha256.get(str(base["manifest"]))}
         return {
             "step": int(manifest["step"]),
             "run_id": str(manifest["run_id"]),
@@ -47,7 +54,8 @@ def _described(folder: Path) -> dict[str, Any]:
             "files": len(files),
             "ranks": int(manifest["topology"].get("world", 0)),
             "kinds": {str(kind): len(tensors) for kind, tensors in manifest["tensors"].items()},
-            "whole": (folder / "COMMIT").is_file(),
+            "whole": (folder / COMMIT).is_file(),
+            **chain,
         }
     except (OSError, BadFile, KeyError, TypeError, ValueError, AttributeError) as e:
         return {"problem": f"{type(e).__name__}: {e}"[:300]}

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import threading
 import urllib.error
 import urllib.request
@@ -30,6 +31,7 @@ from megalite.extras.view.page.placement import collect_grid
 from megalite.extras.view.page.predict import PARTS
 from megalite.extras.view.page.serve import Server
 from megalite.runtime.options import cli
+from tests.unit.checkpoint import differences
 from tests.unit.extras.view.runs import HOSTILE, hostile_run, write
 
 FOLDER = Path(__file__).parents[4] / "megalite/extras/view/page"
@@ -225,6 +227,23 @@ def test_no_credential_leaves_and_no_path_with_hide_paths(tmp_path: Path, monkey
     for secret in ("s3cr3t-value-123", "pw12345"):
         assert secret not in to_json(data)
         assert secret not in hidden
+
+
+def test_a_difference_names_its_base_and_the_folder_that_this_is(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [{"step": 1, "loss": 2.0}])
+    differences.save(run / "checkpoints", [1, 2, 3, 4], 3)
+
+    def bases() -> list[Any]:
+        (made,) = collected(run)["runs"]
+        return [(f["name"][-1], f.get("base"), f.get("base_folder")) for f in made["checkpoints"]["folders"]]
+
+    first = "model_00000001"
+    assert bases() == [("1", None, None), ("2", first, first), ("3", first, first), ("4", None, None)]
+    (run / "checkpoints" / first).rename(run / "checkpoints" / f"aside_1_{first}")
+    shutil.copytree(run / "checkpoints/model_00000004", run / "checkpoints" / first)
+    assert ("2", first, f"aside_1_{first}") in bases()
+    shutil.rmtree(run / "checkpoints" / f"aside_1_{first}")
+    assert ("2", first, None) in bases()
 
 
 def test_the_page_is_made_whatever_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

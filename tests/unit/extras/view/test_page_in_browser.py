@@ -20,6 +20,7 @@ from megalite.extras.view.page.embed import page as make_page
 from megalite.extras.view.page.serve import Server
 from tests.faults.harness import codes, events, metrics
 from tests.faults.zygote import Zygote
+from tests.unit.checkpoint import differences
 from tests.unit.extras.view.runs import hostile_run, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (.ci/peers.sh has it)")
@@ -436,3 +437,19 @@ def test_a_served_page_follows_the_run(browser: Any, tmp_path: Path) -> None:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_differences_stand_below_their_base(browser: Any, tmp_path: Path) -> None:
+    run, out = write(tmp_path / "run", [{"step": 1, "loss": 1.0}]), tmp_path / "page.html"
+    differences.save(run / "checkpoints", [1, 2, 3, 4, 5], 3)
+    shutil.rmtree(run / "checkpoints/model_00000004")
+    main([str(run), "--html", str(out), "--no-estimate"])
+    it = Seen(browser, out.as_uri())
+    it.open("checkpoints")
+    rows = it.rows("folders")
+    first, alone = "model_00000001", "its base model_00000004 is missing"
+    assert [row[0] for row in rows] == [first, "└ model_00000002", "└ model_00000003", "model_00000005"]
+    assert rows[0][7].startswith("with 2 differences: ")
+    assert [row[7] for row in rows[1:]] == ["", "", alone]
+    assert it.said == []
+    it.context.close()
