@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,7 +19,7 @@ from megalite.runtime.checkpoint import manifest
 from megalite.runtime.checkpoint.reader import ShardReader
 from tests.faults.zygote import Zygote
 from tests.rows import always_run
-from tests.soak import mutate
+from tests.soak import chains, mutate
 from tests.soak.attempt import END_S, Attempt
 from tests.soak.disk import build_library
 from tests.soak.faults import Fault, lose_unsynced
@@ -216,3 +217,19 @@ def test_a_second_job_that_gets_in_is_found(zygote: Zygote, tmp_path: Path) -> N
     finally:
         attempt.send(attempt.ranks, signal.SIGKILL)
         attempt.wait(END_S)
+
+
+@pytest.mark.full
+def test_differences_survive_kills(tmp_path: Path) -> None:
+    """In a process of its own: it forks."""
+    code = "import sys; from pathlib import Path; from collections import Counter; from tests.soak.chains import soak; "
+    code += "soak(Path(sys.argv[1]), 4, 'ci', tally := Counter()); assert tally['differences'] >= 4, tally"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=600)
+
+
+def test_a_soak_of_differences_finds_what_is_lost(tmp_path: Path) -> None:
+    run = chains.Run(tmp_path)
+    run.root.mkdir(parents=True)
+    run.said.write_text("saved model_00000001\n")
+    with pytest.raises(AssertionError, match="model_00000001"):
+        run.check(tmp_path / "copies", Counter())
