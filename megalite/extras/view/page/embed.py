@@ -21,7 +21,10 @@ _SCRIPTS = (
     *("live", "main"),
 )
 _LONGEST_TEXT = 2_000
-_PATH = re.compile(r"(?:(?<![\w./])|(?<=file://))/(?:[^\s/\"'<>|]+/)+")
+# ASCII: Chinese stands before a path without a space.
+_PATH = re.compile(r"(?:(?<![\w./])|(?<=file://))/(?:[^\s/\"'<>|]+/)+", re.ASCII)
+# A text that is a path and nothing else may have blanks and quotes in it.
+_WHOLE_PATH = re.compile(r"/(?:[^/\n:;,]+/)+(?=[^/\n:;,]*$)")
 
 
 def page(data: dict[str, Any], title: str, hide: str | None = None, live: bool = False) -> str:
@@ -93,7 +96,9 @@ def _text(text: str, hide: str | None) -> str:
     if isinstance(text, Numbers):
         return text
     text = mask_fields(text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + "…")
-    return text if hide is None else _PATH.sub(hide, text)
+    if hide is None:
+        return text
+    return hide + text[whole.end() :] if (whole := _WHOLE_PATH.match(text)) else _PATH.sub(hide, text)
 
 
 def _vendored(name: str) -> str:

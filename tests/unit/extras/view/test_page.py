@@ -217,6 +217,10 @@ def test_no_credential_leaves_and_no_path_with_hide_paths(tmp_path: Path, monkey
     assert "step_1" in hidden
     for text in (f"PREFIX:{tmp_path}/a", f"file://{tmp_path}/a", f"'{tmp_path}/a'"):
         assert str(tmp_path) not in to_json(text, "…/")
+    for folder in ("/home/bob o'neil/my files", "/home/bob o'neil"):
+        assert to_json(f"{folder}/tok.model", "…/") == '"\\u2026/tok.model"'
+    assert "bob" not in to_json("路径/home/bob/x", "…/")
+    assert "is damaged, see" in to_json("/home/bob/a is damaged, see /home/bob/b", "…/")
     assert "https://host/x/y/z" in to_json("https://host/x/y/z", "…/")
     # Runs of one name are told apart by their paths, also in the title.
     assert str(tmp_path) not in page(data, f"{tmp_path}/a/run, {tmp_path}/b/run", hide="…/")
