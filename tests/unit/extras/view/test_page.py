@@ -150,6 +150,19 @@ def test_every_rank_finds_its_boxes_where_experts_are_cut_otherwise() -> None:
                 assert sum(held) == copies * math.prod(param["shape"]), (layout, param["name"])
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_pipeline_in_the_shape_of_a_v_under_zero(zero: int) -> None:
+    flags = "--num-layers 4 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu"
+    flags += " --pp 2 --vp 2 --schedule zb-v --micro-batch-size 1 --global-batch-size 8 --train-steps 1 --lr 1e-3"
+    cfg = cli.parse([*flags.split(), "--zero", str(zero)], world=4, dialect=DIALECT).config
+    told = collect_grid(cfg, Grid.from_config(cfg.parallel, 4))
+    assert (told["schedule"], told["zero"]) == ("zb-v", zero)
+    assert told["stages"] == [{"stages": [0, 3], "layers": [0, 3]}, {"stages": [1, 2], "layers": [1, 2]}]
+    for param in told["params"]:
+        layer = re.search(r"layers\.(\d)", param["name"])
+        assert param["pp"] == [int(layer is not None and layer[1] in "12")], param["name"]
+
+
 def test_only_the_page_s_own_script_may_run(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [{"step": 1, "loss": 1.0}])
     html = page(collected(run), "run")
