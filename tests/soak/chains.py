@@ -36,7 +36,7 @@ from tests.faults import checkpoint_states as cs
 
 CTX = ParallelContext.single()
 SPECS = [*cs.SPECS, ParamSpec("layers.1.weight", (300, 1000))]
-STEPS, FULL_EVERY, DELTA = 24, 4, 3
+STEPS, FULL_EVERY, DELTA = 48, 4, 3
 DEADLINE_S = 240.0
 
 
@@ -141,17 +141,20 @@ def kill_once(run: Run, number: int, seed: str, tally: Counter[str]) -> None:
     before = len(run.said.read_text().splitlines()) if run.said.exists() else 0
     child = multiprocessing.get_context("fork").Process(target=attempt, args=(run, f"{seed} {number}"))
     child.start()
-    lines, deadline = before + draw.randint(1, 12), time.monotonic() + DEADLINE_S
+    lines, deadline = before + draw.randint(1, 9), time.monotonic() + DEADLINE_S
     while child.is_alive() and (not run.said.exists() or len(run.said.read_text().splitlines()) < lines):
         assert time.monotonic() < deadline, "the attempt does not go on"
         time.sleep(0.005)
     time.sleep(draw.uniform(0, 0.2))
     victim = draw.choice(["run", "run", "writer", "both"])
     writers = run.words("writer")
+    killed = False
     for pid in ([child.pid] if victim != "writer" else []) + (writers[-1:] if victim != "run" else []):
         if child.is_alive() and is_there(int(pid or 0)):
             os.kill(int(pid or 0), signal.SIGKILL)
-            tally[f"kills of {victim}"] += 1
+            killed = True
+    tally["kills"] += killed
+    tally[f"kills of {victim}"] += killed
     child.join(DEADLINE_S)
     assert not child.is_alive(), "the attempt outlives its writer"
     assert child.exitcode in (0, -signal.SIGKILL), f"the attempt ended with {child.exitcode}"
@@ -181,8 +184,9 @@ def soak(folder: Path, kills: int, seed: str, tally: Counter[str]) -> None:
     """Kill so many times; a run that has come to its end is followed by a new one."""
     torch.set_num_threads(1)
     logger.setLevel("ERROR")
-    runs = 0
-    for number in range(kills):
+    runs = number = 0
+    while tally["kills"] < kills:
+        number += 1
         run = Run(folder / f"run{runs}")
         run.disk.mkdir(parents=True, exist_ok=True)
         (run.far / "checkpoints").mkdir(parents=True, exist_ok=True)
