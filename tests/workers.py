@@ -58,6 +58,9 @@ def _serve(connection: Connection, rank: int) -> None:
             connection.send((True, result))
         except BaseException:
             connection.send((False, traceback.format_exc()))
+        # Cycles of objects keep the groups of a job, whose threads wake up a hundred times a second.
+        result = None
+        gc.collect()
 
 
 class WorkerPool:

@@ -75,7 +75,7 @@ def test_the_chinese_readme_follows_the_english_one() -> None:
         ("Python 3.10 or newer", "Python 3.11 or newer"),
         ("agree to 1e-5", "agree to 1e-6"),
         ("--train-steps 10000", "--train-steps 20000"),
-        ("| finetuning on", "| `a` | b |\n| finetuning on"),
+        ("| mixtures of", "| `a` | b |\n| mixtures of"),
         ("(docs/offload.md) ·", "(docs/layout.md) ·"),
         ("## Read the code", "### Read the code"),
         ("`--emit k8s`", "`--emit slurm`"),

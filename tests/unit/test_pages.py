@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +83,42 @@ def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert run_block(hooked, names, capsys) == ["[128, 1, 128]"]
     assert len(run_block(by_hand, names, capsys)) == 2
     assert len(re.findall(r"\d+", run_block(text, names, capsys)[0])) == 5
+
+
+# ---------------------------------------------------------------------------------------------------------- README
+
+
+@pytest.mark.full
+def test_from_text_to_an_evaluated_and_preferred_model(tmp_path: Path) -> None:
+    """The four commands of the README, from folders of parquet files, in two steps each; no other file is written."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    transformers = pytest.importorskip("transformers")
+    tables = {
+        "text": {"text": [f"the sea is deep, said {n}. " * 40 for n in range(40)]},
+        "pairs": {"prompt": ["how deep?"] * 40, "chosen": ["the sea is deep"] * 40, "rejected": ["no"] * 40},
+    }
+    for name, columns in tables.items():
+        (tmp_path / name).mkdir()
+        parquet.write_table(arrow.table(columns), tmp_path / name / "0.parquet")
+    for name in ("examples", "pretrain_gpt.py"):
+        (tmp_path / name).symlink_to(DOCS.parent / name)
+    readme = (DOCS.parent / "README.md").read_text().replace("\\\n", " ")
+    (block,) = [block for block in re.findall(r"^```bash\n(.*?)^```$", readme, re.M | re.S) if "--pairs" in block]
+    env = {**os.environ, "PYTHONPATH": str(DOCS.parent), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    commands = [["-m", *shlex.split(line.replace("*", "0"))] for line in block.splitlines()]
+    assert len(commands) == 4
+    for words in commands:
+        steps = ["--train-steps", "2"] if "train" in words else []
+        done = subprocess.run(
+            [sys.executable, *words, *steps], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    base, preferred = (read_metrics(tmp_path / "runs" / name)[1] for name in ("base", "dpo"))
+    for events in (base, preferred):
+        assert 4 < next(e for e in events if e["event"] == "eval_tasks")["fables/bits_per_byte"] < 9
+    assert 0 <= next(e for e in preferred if e["event"] == "eval")["rewards/accuracies"] <= 1
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "preferred-model")
+    assert model(torch.arange(8)[None]).logits.isfinite().all()
 
 
 # ------------------------------------------------------------------------------------------------------- stages.md
