@@ -6,10 +6,8 @@ That is for file systems of fsspec that are asynchronous, as those of s3://, gs:
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
 from typing import Any
 
 # An attempt fails that takes longer than this and what its bytes take at this many per second.
@@ -38,6 +36,10 @@ def call(fs: Any, method: str, size: int, *args: object, **options: object) -> A
     Libraries have no time-out for a body that is not taken, or that comes in drops. A file system that is not
     asynchronous is called as it is.
     """
+    # Not before a store is used: the writer of checkpoints imports this file, and asyncio takes half of its start.
+    import asyncio
+    from concurrent.futures import wait
+
     from fsspec.callbacks import Callback
 
     try:

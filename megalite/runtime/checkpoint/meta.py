@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.core.options.values import fits
 from megalite.runtime.base.untrusted import MAX_TEMPLATE
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
-from megalite.runtime.options.fields import GROUPS, TYPES
 
 # Far beyond any run; the product of two still fits into 128 bits.
 MAX_COUNT = 10**12
@@ -52,6 +50,10 @@ def check_meta(meta: Any, step: int) -> dict[str, Any]:
             raise BadMeta(f"meta.{key} {meta[key]!r:.60} must be {rule}")
     if meta.get("step", step) != step:
         raise BadMeta(f"meta.step {meta['step']} differs from the manifest's step {step}")
+    # The writer imports this file, and checks no options.
+    from megalite.core.options.values import fits
+    from megalite.runtime.options.fields import GROUPS, TYPES
+
     for section, options in meta.get("config", {}).items():
         for name, value in options.items():
             if section in GROUPS and name in TYPES and not fits(TYPES[name], value):

@@ -7,7 +7,6 @@ not.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import errno
@@ -364,7 +363,7 @@ def _shorten_log(library: logging.Logger) -> None:
         library.propagate = False
 
 
-def _hear(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _hear(loop: Any, context: dict[str, Any]) -> None:
     """Log what no operation has heard of, as one line.
 
     When a connection is cut, a library's tasks leave errors behind; the operation has failed by then, and says so.

@@ -345,3 +345,11 @@ def test_a_shard_is_complete_with_its_mark(tmp_path: Path, monkeypatch: pytest.M
     with mine, other:
         assert writer._serve(job, None, mine) == {"ok": True}
     assert {path.name for path in (tmp_path / "committed").iterdir()} == {"rank_00001.safetensors", "rank_00001.json"}
+
+
+def test_a_writer_starts_without_what_few_saves_use() -> None:
+    """Each rank starts one; these would be half of its processor time."""
+    seldom = "{'torch', 'numpy', 'asyncio', 'yaml'}"
+    code = f"import sys, megalite.runtime.checkpoint.writer; print({seldom} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
