@@ -14,9 +14,9 @@ use_environment dev
     say "megatron-core could not be installed: the tests that compare with it will be skipped"
 [ "${1:-}" = --quick ] && exec "$PYTHON" -m tests.quick
 say "running the tests"
-# Many tests wait (for a launcher's time limits, for a rank to be noticed): five at a time fill two cores, fewer where
+# Many tests wait (for a launcher's time limits, for a rank to be noticed): four at a time fill two cores, three where
 # there is little memory, as each keeps workers of its own, up to 3.5 GB of them. By file, for those workers; in the
 # order of tests/conftest.py, which mixes those that wait with those that compute.
-available=$(awk '/^MemAvailable/ { print int($2 / 2 ^ 20) }' /proc/meminfo 2>/dev/null || echo 0)
-jobs=$((available >= 20 ? 5 : available >= 16 ? 4 : 3))
+jobs=3
+[ "$(awk '/^MemAvailable/ { print int($2 / 2 ^ 20) }' /proc/meminfo 2>/dev/null || echo 0)" -ge 16 ] && jobs=4
 exec "$PYTHON" -m pytest -n "$jobs" --dist loadfile --no-loadscope-reorder $full "$@"
