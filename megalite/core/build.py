@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from megalite.core import ops as kernels
 from megalite.core.base.dtypes import DTYPES
 from megalite.core.base.log import logger
+from megalite.core.batch import Message
 from megalite.core.engine import Engine
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.rendezvous import local_world_size
@@ -43,7 +45,7 @@ from megalite.core.parts.options.fp8_options import fp8_layers
 from megalite.core.parts.quant.fp8_products import select as select_fp8
 from megalite.core.parts.quant.weight_codes import WeightCodes
 from megalite.core.parts.schedules.choose import schedule_of
-from megalite.core.pipeline.executor import Executor, forward_program
+from megalite.core.pipeline.executor import Executor, Stage, forward_program
 from megalite.core.pipeline.p2p import Channel
 from megalite.core.pipeline.schedule import Placement
 from megalite.core.sharding import Layout
@@ -75,7 +77,7 @@ def build_engine(cfg: _C, ctx: ParallelContext) -> Engine[_C]:
     quant = select_fp8(t.fp8, fp8_layers(cfg.model, t), ctx.device, t.fp8_emulate, notes=not t.compile)
     stages = build_stages(cfg, ctx, schedule.placement, dtype, ops, quant)
     message = next(iter(stages.values())).message(cfg.model.seq_len // cfg.parallel.cp, cfg.train.micro_batch_size)
-    executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
+    executor = build_executor(stages, message, ctx)
     optimizer, unit_weights = _build_optimizer(cfg, ctx, stages, ops)
     if ctx.device.type == "cuda":
         # Parameters were made one by one before they moved into buckets.
@@ -95,6 +97,11 @@ def build_engine(cfg: _C, ctx: ParallelContext) -> Engine[_C]:
     made = (make(engine) for make in COUNTERS.values())
     engine.counters = [counter for counter in made if counter is not None]
     return engine
+
+
+def build_executor(stages: Mapping[int, Stage], message: Message, ctx: ParallelContext) -> Executor:
+    """Build what runs programs over this rank's stages, by global index; `message`: what they exchange."""
+    return Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
 
 
 def resolve_ops(cfg: StepConfig, ctx: ParallelContext) -> Ops:

@@ -15,7 +15,7 @@ import torch
 from megalite.core.base.dtypes import DTYPES
 from megalite.core.base.errors import UserError, require
 from megalite.core.batch import ForwardPass, MicroBatch
-from megalite.core.build import build_stages, resolve_ops
+from megalite.core.build import build_executor, build_stages, resolve_ops
 from megalite.core.engine import Forward
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis, ParallelContext
@@ -25,7 +25,6 @@ from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.executor import Executor, forward_program
-from megalite.core.pipeline.p2p import Channel
 from megalite.core.rows import share_of
 from megalite.core.scoring import rows_of_rank, score_rows
 from megalite.extras.inference.load import Weights
@@ -165,9 +164,7 @@ class Scorer:
 
     def _executor(self, length: int, size: int, stage: Any) -> Executor:
         """Make what runs micro-batches of `size` rows of `length` tokens."""
-        message = self._stage.message(length, size)
-        channels = (Channel(axis, message, self.ctx.device) for axis in (self.ctx.pp, self.ctx.pp_grad))
-        return Executor({self._index: stage}, *channels)
+        return build_executor({self._index: stage}, self._stage.message(length, size), self.ctx)
 
     def _scores(self, documents: Sequence[Document]) -> torch.Tensor:
         """Run this rank's part of scoring: log-probabilities and whether they are greedy, fp64 [2, documents].

@@ -78,9 +78,9 @@ def read_generation(given: str, content: dict[str, Any], delimiter: str) -> Gene
     require(fine, given, "generation_kwargs.until is no list of texts", "correct it")
     require(type(most) is int and most > 0, given, f"max_gen_toks {most} is no number from 1", "correct it")
     unknown = [str(key) for key in options if key not in ("until", "max_gen_toks", "do_sample", "temperature")]
-    require(not unknown, given, f"generation_kwargs.{', '.join(unknown)} is not supported in training", _REMEDY)
+    require(not unknown, given, f"generation_kwargs.{', '.join(unknown)} is not supported by --eval-tasks", _REMEDY)
     sampled = options["do_sample"] if "do_sample" in options else options.get("temperature")
-    require(not sampled, given, "texts are greedy in training, and the task samples them", _REMEDY)
+    require(not sampled, given, "texts of --eval-tasks are greedy, and the task samples them", _REMEDY)
     match = {k: v for entry in content.get("metric_list") or () for k, v in entry.items() if k in MATCH_OPTIONS}
     patterns = match.get("regexes_to_ignore") or []
     fine = isinstance(patterns, list) and all(_is_pattern(pattern) for pattern in patterns)

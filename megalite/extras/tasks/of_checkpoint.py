@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megalite.core.build import build_executor
 from megalite.core.engine import Forward
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.optim.unit_weights import UnitWeights
 from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.choose import schedule_of
-from megalite.core.pipeline.executor import Executor
-from megalite.core.pipeline.p2p import Channel
 from megalite.extras.inference.load import Model
 from megalite.extras.tasks.in_loop import prepare
 from megalite.extras.tasks.writing import has_cache
@@ -37,8 +36,7 @@ def evaluate_tasks(model: Model, files: Sequence[str], limit: int) -> dict[str, 
     ctx = ParallelContext.single(next(model.stage.parameters()).device)
     train = TrainConfig(micro_batch_size=_ROWS, global_batch_size=_ROWS)
     cfg = Config(model=model.cfg, parallel=ParallelConfig(zero=0), train=train)
-    message = model.stage.message(model.cfg.seq_len, _ROWS)
-    executor = Executor({0: model.stage}, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
+    executor = build_executor({0: model.stage}, model.stage.message(model.cfg.seq_len, _ROWS), ctx)
     forward = Forward(ctx, {0: model.stage}, executor, schedule_of(cfg, 1), UnitWeights([], []))
     tasks.cached = not tasks.requests or has_cache(forward, cfg)
     figures = tasks.figures(forward, cfg, lambda: True)

@@ -102,7 +102,7 @@ def read_task(file: str, limit: int) -> Task:
     known -= {"doc_to_choice"} if kind == "generate_until" else set()
     unknown = [str(key) for key in content if key not in known and content[key] not in (None, False)]
     unknown = [key for key in unknown if key != "repeats" or content[key] != 1]
-    require(not unknown, given, f"{', '.join(unknown)} is not supported in training", _REMEDY)
+    require(not unknown, given, f"{', '.join(unknown)} is not supported by --eval-tasks", _REMEDY)
     rule = f"output_type {kind} is not among {', '.join(METRICS)}"
     require(isinstance(kind, str) and kind in METRICS, given, rule, _REMEDY)
     require(isinstance(content.get("task"), str), given, "has no name (task: NAME)", "give it one")
@@ -118,7 +118,7 @@ def read_task(file: str, limit: int) -> Task:
     require(isinstance(shots, int) and shots >= 0, given, f"num_fewshot {shots} is no number from 0", "correct it")
     require(isinstance(config, dict), given, f"fewshot_config {config} is no mapping of keys to values", "correct it")
     unknown = [str(key) for key in config if key not in ("sampler", "split")]
-    require(not unknown, given, f"fewshot_config.{', '.join(unknown)} is not supported in training", _REMEDY)
+    require(not unknown, given, f"fewshot_config.{', '.join(unknown)} is not supported by --eval-tasks", _REMEDY)
     sampler = config.get("sampler", "default")
     require(sampler in ("default", "first_n"), given, f"sampler {sampler} is not default or first_n", "use one of them")
     source = config.get("split", content.get("fewshot_split"))
@@ -157,7 +157,7 @@ def _load(given: str, file: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as e:
         # Values that fit no type, as a date that is none, fail in Python's own functions.
         if "'!function'" in str(getattr(e, "problem", "")):
-            rule = f"{getattr(e, 'problem', '')}: Python functions of a task file are not run in training"
+            rule = f"{getattr(e, 'problem', '')}: Python functions of a task file are not run by --eval-tasks"
             raise UserError(given, rule, _REMEDY) from None
         remedy = "correct it; a template stands in quotes: '{{question}}'"
         raise UserError(given, f"is no YAML ({describe(e)})", remedy) from None
@@ -208,7 +208,7 @@ def _metrics(given: str, kind: str, entries: Any) -> tuple[str, ...]:
     require(fine, given, "metric_list is no list of {metric: NAME}", "correct it")
     for entry in entries:
         name, known = entry.get("metric"), METRICS[kind]
-        rule = f"metric {name} is not among {', '.join(known)}, those of {kind} in training"
+        rule = f"metric {name} is not among {', '.join(known)}, those of {kind}"
         require(isinstance(name, str) and name in known, given, rule, _REMEDY)
         options = MATCH_OPTIONS if kind == "generate_until" else ()
         other = [k for k in entry if k not in ("metric", "aggregation", "higher_is_better", *options)]

@@ -15,12 +15,11 @@ import torch
 
 from megalite.core.base.log import logger
 from megalite.core.batch import MicroBatch
+from megalite.core.build import build_executor
 from megalite.core.engine import Forward
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.options.step import StepConfig
-from megalite.core.pipeline.executor import Executor
-from megalite.core.pipeline.p2p import Channel
 from megalite.core.scoring import Scored, Scores, run_forward
 from megalite.extras.inference.cache import KeptTexts, without_keys
 from megalite.extras.tasks.new_text import NewText
@@ -66,22 +65,22 @@ def write_texts(
     Returns:
         The new texts, without their stops, on rank 0 (elsewhere empty ones); None if it was ended.
     """
-    new: list[list[int]] = [[] for _ in requests]
+    written = [[*request.ids] for request in requests]
     texts = [NewText(tokenizer, request.until) for request in requests] if tokenizer is not None else []
     for wave in reader.waves(requests):
         unfinished = wave
         while unfinished:
-            found = reader.next_ids({i: [*requests[i].ids, *new[i]] for i in unfinished})
+            found = reader.next_ids({i: written[i] for i in unfinished})
             if found is None:
                 return None
             ended = torch.zeros(len(unfinished), dtype=torch.int64, device=ctx.device)
             for at, (i, token) in enumerate(zip(unfinished, found)):
-                new[i].append(token)
+                written[i].append(token)
                 if texts:
                     ended[at] = texts[i].add(token)
             collectives.broadcast(ended, ctx.world).wait()
-            going = zip(unfinished, ended.tolist())
-            unfinished = [i for i, stopped in going if not stopped and len(new[i]) < requests[i].most]
+            most = {i: len(requests[i].ids) + requests[i].most for i in unfinished}
+            unfinished = [i for i, end in zip(unfinished, ended.tolist()) if not end and len(written[i]) < most[i]]
     return [text.text() for text in texts] if texts else [""] * len(requests)
 
 
@@ -235,7 +234,7 @@ class CachedTexts:
     def _run(self, kept: KeptTexts, batches: Sequence[MicroBatch]) -> list[Scored]:
         ctx, stages = self.forward.ctx, self.forward.stages
         message = next(iter(stages.values())).message(len(batches[0].tokens_SB), 1)
-        executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
+        executor = build_executor(stages, message, ctx)
         # A compiled block would be compiled again for each length.
         eager = torch.compiler.set_stance("force_eager") if self.cfg.train.compile else nullcontext()
         with torch.no_grad(), kept.attending(), executor.observed_by(kept), eager:

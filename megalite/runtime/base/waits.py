@@ -36,7 +36,7 @@ def call(fs: Any, method: str, size: int, *args: object, **options: object) -> A
     Libraries have no time-out for a body that is not taken, or that comes in drops. A file system that is not
     asynchronous is called as it is.
     """
-    # Not before a store is used: the writer of checkpoints imports this file, and asyncio takes half of its start.
+    # Here: the writer of checkpoints imports this file, and most have no store.
     import asyncio
     from concurrent.futures import wait
 

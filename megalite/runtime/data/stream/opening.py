@@ -135,7 +135,7 @@ class Streams:
         text = next((source.name for source in sources if source.template is None), None)
         on, per = self._loss_on not in (None, "all"), self._loss_per == "sample"
         given = f"--loss-on {self._loss_on}" if on else f"--loss-per {self._loss_per}"
-        rule, remedy = "text has no answers", "drop it, or use megalite preprocess --chat"
+        rule, remedy = "text has no answers", "drop it, or give --data a folder of conversations"
         require(text is None or not (on or per), f"{given} with text as data ({text})", rule, remedy)
 
     def require_used(self) -> None:

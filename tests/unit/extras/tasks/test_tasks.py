@@ -54,8 +54,8 @@ def written(folder: Path, docs: list[dict[str, Any]] = DOCS, **changes: Any) -> 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"output_type": "generate_until"}, "doc_to_choice is not supported in training"),
-        ({**WRITES, "generation_kwargs": {"do_sample": True}}, "texts are greedy in training"),
+        ({"output_type": "generate_until"}, "doc_to_choice is not supported by --eval-tasks"),
+        ({**WRITES, "generation_kwargs": {"do_sample": True}}, "texts of --eval-tasks are greedy"),
         ({**WRITES, "generation_kwargs": {"max_gen_toks": 0}}, "max_gen_toks 0 is no number from 1"),
         ({**WRITES, "filter_list": [{"name": "x", "filter": [{"function": "map"}]}]}, "filters regex and take_first"),
         ({**WRITES, "filter_list": [{"name": "x", "filter": []}] * 2}, "each with its own name"),
@@ -66,9 +66,9 @@ def written(folder: Path, docs: list[dict[str, Any]] = DOCS, **changes: Any) -> 
         ({"test_split": ...}, "has neither test_split nor validation_split"),
         ({"doc_to_target": ...}, "has no doc_to_target"),
         ({"doc_to_choice": ...}, "has no doc_to_choice"),
-        ({"filter_list": [{"name": "x"}]}, "filter_list is not supported in training; leave it out, or evaluate"),
-        ({"include": "other.yaml"}, "include is not supported in training"),
-        ({"process_docs": "x", "repeats": 3}, "process_docs, repeats is not supported in training"),
+        ({"filter_list": [{"name": "x"}]}, "filter_list is not supported by --eval-tasks; leave it out, or evaluate"),
+        ({"include": "other.yaml"}, "include is not supported by --eval-tasks"),
+        ({"process_docs": "x", "repeats": 3}, "process_docs, repeats is not supported by --eval-tasks"),
         ({"metric_list": [{"metric": "f1"}]}, "metric f1 is not among acc, acc_norm, acc_bytes"),
         ({"metric_list": [{"metric": "acc", "aggregation": "median"}]}, "metric acc is made by aggregation: mean"),
         ({"num_fewshot": 3, "fewshot_split": "test"}, "num_fewshot 3 is more than the 3 documents of test"),
@@ -92,7 +92,7 @@ def test_what_is_not_supported_is_refused_in_a_line(tmp_path: Path, changes: dic
 
 def test_functions_in_a_file_are_not_run(tmp_path: Path) -> None:
     (tmp_path / "task.yaml").write_text("task: x\nprocess_docs: !function utils.process_docs\n")
-    with pytest.raises(UserError, match="'!function': Python functions of a task file are not run in training"):
+    with pytest.raises(UserError, match="'!function': Python functions of a task file are not run by --eval-tasks"):
         read_task(str(tmp_path / "task.yaml"), 0)
     # The first is a template without quotes, the last a date that is none.
     for text in ("doc_to_text: {{q}}", "task: !own x", "[1", "[" * 10_000, "metadata: {version: 2024-02-30}"):
