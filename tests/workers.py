@@ -53,7 +53,9 @@ def _serve(connection: Connection, rank: int) -> None:
                 # A rank whose function returns at once must not leave while others still connect to it.
                 dist.barrier()
             result = getattr(importlib.import_module(module), name)(rank, *args)
-            if world > 1:
+            if dist.is_initialized():
+                # Nor while others still receive what it sent last, such as the weights after the last step.
+                dist.barrier()
                 dist.destroy_process_group()
             connection.send((True, result))
         except BaseException:

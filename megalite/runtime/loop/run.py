@@ -154,6 +154,8 @@ class Run:
             exit_stack.callback(part.close)
         exit_stack.callback(self.heartbeat.beat, "closing", self.step, OWN)
         if kind is None:
+            # Whoever leaves first closes connections on which others may still gather the weights of the last step.
+            exit_stack.callback(self.engine.optimizer.wait_weights)
             exit_stack.callback(self.checkpointer.settle)
             exit_stack.callback(self.heartbeat.beat, "last save", self.step, CHILDREN)
         exit_stack.__exit__(kind, e, tb)

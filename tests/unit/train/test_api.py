@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,30 @@ def test_the_same_in_a_layout_as_in_one_process(pool: WorkerPool, tmp_path: Path
     for figures, _ in ranks:
         np.testing.assert_allclose(figures, alone, rtol=1e-5)
     assert {name for _, called in ranks for name in called} == set(modules)
+
+
+def left_early(rank: int, run_dir: str) -> None:
+    """A step after which rank 0 closes the run, and its connections, while rank 1 has yet to gather new weights."""
+    import torch.distributed as dist
+
+    import megalite
+    from megalite.core.mesh import collectives
+
+    all_gather = collectives.all_gather
+
+    def late(*args: Any) -> Any:
+        time.sleep(0.5)
+        return all_gather(*args)
+
+    cfg = megalite.configure(**{**SIZES, "zero": 1, "run_dir": run_dir})
+    with pytest.MonkeyPatch.context() as patch, megalite.start(cfg, train_data=Mine()) as run:
+        patch.setattr(collectives, "all_gather", late if rank else all_gather)
+        next(megalite.steps(run))
+    dist.destroy_process_group()
+
+
+def test_a_run_that_is_left_early_ends_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, left_early, str(tmp_path))
 
 
 @pytest.mark.full
