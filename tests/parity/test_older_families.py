@@ -96,7 +96,9 @@ BLOOM = dataclasses.replace(
 )
 # Sums of experts' outputs, and every option of an embedding and an output layer beside their projections.
 SUMS_OF_EXPERTS = dataclasses.replace(MIXTRAL, norm_position="sum", embedding_size=24)
-PROJECTED = jobs.llama(init_std=0.1, embedding_size=20, embedding_norm=True, scale_embeddings=True, head_bias=True)
+PROJECTED = jobs.llama(
+    init_std=0.1, embedding_size=20, embedding_norm=True, scale_embeddings=True, head_bias=True, logit_softcap=5.0
+)
 FURTHER = jobs.llama(position="alibi", head_bias=True, mtp_num_layers=1, init_std=0.1)
 
 

@@ -38,7 +38,8 @@ class _CrossEntropy(torch.autograd.Function):
         softcap: float | None,
         ops: Ops,
     ) -> torch.Tensor:
-        softcap_(logits.detach(), softcap)
+        # Autograd would refuse the logits themselves where they are a view, as of a head with a bias.
+        logits = softcap_(logits.detach(), softcap)
         first, real = _columns(logits.shape[1], tp, vocab_size)
         stats = ops.cross_entropy_stats(logits, targets, first, real)
         lse, target_logit = combine_stats(_gather_stats(stats, tp))
@@ -61,10 +62,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, targets, lse, ignored = ctx.saved_tensors
-        # The gradient overwrites the logits, which nothing needs any more.
-        grad = logits.detach()
         scale = dloss.masked_fill(ignored, 0.0)
         tanh = None if ctx.softcap is None else logits / ctx.softcap
+        # The gradient overwrites the logits, which nothing needs any more.
+        grad = logits
         # The gradient of the z-loss is 2 z lse softmax: the part of the softmax weighs more, that of the targets not.
         of_softmax = scale * (1.0 + 2.0 * ctx.z_loss * lse) if ctx.z_loss else scale
         ctx.ops.cross_entropy_grad_(grad, targets, ctx.first, lse, of_softmax, ctx.real)

@@ -130,7 +130,10 @@ def z_loss_of(rank: int, world: int, softcap: float | None) -> list[tuple[torch.
         param = ShardedParameter.empty(Shard(ParamSpec("w", (width, hidden)), Layout()), torch.float32, CPU, True)
         param.data.copy_(weight[rank * width : (rank + 1) * width])
         param.main_grad = torch.zeros(width, hidden)
-        layer = ColumnParallelLinear(param, None, tp, False, WgradQueue(), ops)
+        bias = ShardedParameter.empty(Shard(ParamSpec("b", (width,)), Layout()), torch.float32, CPU, True)
+        bias.data.zero_()
+        bias.main_grad = torch.zeros(width)
+        layer = ColumnParallelLinear(param, bias, tp, False, WgradQueue(), ops)
         mine = x.clone().requires_grad_()
         if chunk:
             loss = linear_cross_entropy(mine, layer, targets, 120, chunk, softcap, 0.3, dloss)
