@@ -211,9 +211,7 @@ def test_ranks_that_do_not_end_are_killed_after_the_shutdown_timeout(tmp_path: P
     [
         (["--nproc", "3", "--tp", "2"], "--tp 2 --pp 1 on 3 ranks: "),
         (["--nproc", "3", "-m", "pretrain_gpt", "--tp", "2"], "--tp 2 --pp 1 on 3 ranks: "),
-        (["--nproc", "1", "nosuch.py", "--tp", "2"], "nosuch.py: no such file; name the training script"),
         (["--nproc", "x"], "megalite train: argument --nproc"),
-        (["--nproc", "0"], "--nproc 0: must be from 1 to 1024"),
         (["--nproc", "999999999"], "--nproc 999999999: must be from 1 to 1024"),
         (["--nproc", "2", "--nnodes", "2"], "--nnodes 2: needs --master-addr; use megalite launch"),
         (["--nproc", "2", "--nnodes", "2", "--master-addr", "n", "--max-restarts", "1"], "--max-restarts with"),

@@ -61,11 +61,7 @@ class TestChunks(Feature):
         (partial(replace, CHUNKED), model, {}, words)
         for model, words in (
             ({"no_rope_freq": 1}, "leaves no layer with rope"),
-            ({"no_rope_freq": 2, "position": "learned"}, "no layer has rope"),
-            ({"no_rope_freq": 0}, "is of layers without rope"),
-            ({"window": 4}, "a layer has one limit"),
             ({"kv_lora_rank": 8}, "latents have a rotated part"),
-            ({"attention_chunk_size": 0}, "--attention-chunk-size 0: must be at least 1"),
         )
     ]
 

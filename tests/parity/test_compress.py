@@ -7,8 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megalite.core.base.errors import UserError
-from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
@@ -68,17 +66,3 @@ def test_loss_and_bits_of_signs_and_of_chance(pool: WorkerPool) -> None:
     assert again == [by_chance[:8], threshold[:8]]
     assert np.mean(by_chance[-20:]) == pytest.approx(np.mean(none[-20:]), rel=0.01)
     assert np.mean(threshold[-20:]) < 1.12 * np.mean(none[-20:]) < 0.6 * none[0]
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--compress topk:0", "must be none, int8, int8-stochastic, topk:F with 0 < F"),
-        ("--compress powersgd:1.5", "or powersgd:R with a whole number R"),
-        ("--compress int8 --grad-reduce-dtype bf16", "have a format of their own"),
-        ("--compress int8 --zero 2", "--zero 2"),
-    ],
-)
-def test_refusals(flags: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        parse(["--vocab-size", "90", "--mock-data", *flags.split()])

@@ -5,7 +5,6 @@ layout.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ from megalite.core.ops import delta_rule
 from tests.parity import jobs, packed
 from tests.parity.features import Feature
 from tests.parity.harness import ranks_of
-from tests.parity.models import DELTA_NETS, HYBRID, NEXT, dropped
+from tests.parity.models import HYBRID, NEXT, dropped
 from tests.parity.oracle import STARTS
 from tests.parity.packed import weighted
 from tests.workers import WorkerPool
@@ -81,23 +80,6 @@ class TestDeltaNets(Feature):
     compiled = [
         (ranks_of(2, cp=2), (model, 1, {}, {}))
         for model in (replace(HYBRID, num_layers=1), jobs.llama(1, attention_output_gate=True))
-    ]
-    refused = [
-        (partial(jobs.llama, **{**DELTA_NETS, "linear_attention_freq": 2}), model, more, words)
-        for model, more, words in (
-            ({"linear_attention_freq": 0}, {}, "applies to gated delta nets"),
-            ({"linear_attention_freq": 1}, {}, "leaves no layer without attention"),
-            ({"linear_num_value_heads": 6}, {}, "must be a multiple of"),
-            ({"mup_base_width": 16}, {}, "muP has no rule"),
-            (
-                {"linear_attention_freq": 5, "mtp_num_layers": 1},
-                {},
-                "the last layer with attention, and the 4 layers have none",
-            ),
-            ({"linear_num_key_heads": 2}, {"tp": 4}, "must be divisible by --tp 4"),
-            ({"linear_conv_kernel_dim": 4}, {"cp": 4}, "leaves pieces of 2 tokens"),
-            ({}, {"fp8": "rowwise", "precision": "bf16"}, "have no FP8 form"),
-        )
     ]
 
 

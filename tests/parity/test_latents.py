@@ -67,16 +67,8 @@ class TestLatents(Feature):
     refused = [
         (partial(jobs.llama, **{"kv_lora_rank": 16, "head_dim": None, **LATENTS}), model, more, words)
         for model, more, words in (
-            ({"kv_lora_rank": None}, {}, "applies to latent attention"),
-            ({"num_kv_heads": 4}, {}, "every head has keys of its own"),
-            ({"head_dim": 12}, {}, "a head has --qk-nope-head-dim 6 [+] --qk-rope-head-dim 4 = 10"),
-            ({"v_head_dim": 12}, {}, "wider than queries and keys"),
-            ({"qk_rope_head_dim": 5}, {}, "must be even"),
             ({"qk_norm": "head"}, {}, "its latents are normalized instead"),
             ({"rope_fraction": 0.5}, {}, "says what is rotated"),
-            ({"mup_base_width": 16}, {}, "muP has no rule"),
-            ({}, {"fp8": "rowwise", "precision": "bf16"}, "have no FP8 form"),
-            ({}, {"cp": 2, "cp_comm": "ring"}, "latents are gathered"),
         )
     ]
 

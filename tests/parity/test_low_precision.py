@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.core.base.errors import UserError
 from megalite.core.optim import low_precision
 from megalite.extras.plan.report import update_rows
-from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs, runs
 from tests.parity.harness import Gradients, boxes_of, put_together
@@ -201,11 +199,6 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert "--master-dtype bf16 -> fp32" in log
     assert "starts at zero" not in log
     assert len(runs.losses(tmp_path / "mixed")) == 6
-
-
-def test_refusals() -> None:
-    with pytest.raises(UserError, match="--master-dtype bf16: requires weights in bf16"):
-        parse(["--vocab-size", "90", "--mock-data", "--master-dtype", "bf16"])
 
 
 def test_dry_run_names_them() -> None:

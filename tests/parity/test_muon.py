@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,10 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.core.base.slices import Slice
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.flops import flops_per_token
-from megalite.core.optim import matrix_exchange as exchange
 from megalite.core.options.lr import learning_rate
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.optim import OptimConfig
@@ -30,7 +27,7 @@ from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs, models, runs
 from tests.parity.harness import boxes_of, put_together
-from tests.parity.matrices import CUT, MIXTRAL, SMALL, Outcome, assert_same, products_in_fp32, trained
+from tests.parity.matrices import CUT, MIXTRAL, SMALL, assert_same, products_in_fp32, trained
 from tests.parity.oracle import hf_llama, initial_weights
 from tests.workers import WorkerPool
 
@@ -253,63 +250,6 @@ def test_one_update_is_that_of_torch(shape: tuple[int, int]) -> None:
         rule.update(share, cfg)
         optimizer.step()
     np.testing.assert_allclose(ours.view(shape).numpy(), theirs.detach().numpy(), rtol=0, atol=5e-7)
-
-
-def faulty(rank: int, case: Config, world: int, faults: Sequence[str]) -> list[Outcome]:
-    """`trained` with each of the planted faults."""
-    out = []
-    for fault in faults:
-        with pytest.MonkeyPatch.context() as patch:
-            if fault == "SGD":
-                patch.setattr(type(RULES["muon"]), "transform", lambda self, matrix, cfg: matrix)
-            elif fault == "one rank's shard":
-                patch.setattr(exchange, "_transform", transform_each_shard)
-            elif fault == "q, k and v in one":
-                patch.setattr(exchange, "_matrices_of", packed)
-            elif fault == "not returned":
-                patch.setattr(exchange, "_copy", lambda sources, targets: None)
-            out += trained(rank, [case], world)
-    return out
-
-
-def transform_each_shard(matrix: Any, shards: Sequence[torch.Tensor], cfg: Any) -> None:
-    for box, shard in zip(matrix.boxes, shards):
-        shard.copy_(matrix.bucket.rule.transform(shard.view(box.shape).clone(), cfg).flatten())
-
-
-def stacks_whole(bucket: Any, param: Any, start: int, tp: Any) -> list[Any]:
-    """The matrices of `packed`, where a stack of experts is one tall matrix."""
-    shape = (param.numel() // param.shard.shape[-1], param.shard.shape[-1])
-    return [exchange._Matrix(bucket, start, (Slice((0, 0), shape),), shape)]
-
-
-def packed(bucket: Any, param: Any, start: int, tp: Any) -> list[Any]:
-    shape = tuple(param.shape)
-    return [exchange._Matrix(bucket, start, (Slice((0, 0), shape),), shape)]
-
-
-@pytest.mark.parametrize(
-    ("tp", "faults"),
-    [
-        pytest.param(2, ("none", "SGD", "one rank's shard", "not returned"), marks=pytest.mark.full),
-        (1, ("q, k and v in one",)),
-    ],
-)
-def test_faults_are_found(pool: WorkerPool, tp: int, faults: tuple[str, ...]) -> None:
-    case = config(jobs.llama(), {"tp": tp})
-    for fault, *ranks in zip(faults, *pool.run(2, faulty, case, 2, faults)):
-        if fault == "none":
-            assert_same(ranks, config(case.model), fault)
-            continue
-        with pytest.raises(AssertionError, match="Not equal to tolerance"):
-            assert_same(ranks, config(case.model), fault)
-
-
-def test_experts_orthogonalized_together_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    test_each_expert_is_a_matrix_of_its_own()
-    monkeypatch.setattr(exchange, "_matrices_of", stacks_whole)
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        test_each_expert_is_a_matrix_of_its_own()
 
 
 @pytest.mark.full

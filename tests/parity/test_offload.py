@@ -16,7 +16,6 @@ from megalite.core.build import build_engine
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.step import train_step
-from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import gradient_bits, jobs
 from tests.parity.runs import MODEL, losses, train
@@ -128,23 +127,6 @@ def test_a_step_that_is_not_finite_changes_no_state(pool: WorkerPool, tmp_path: 
         jobs.make_config(jobs.llama(1), shape, offload="optimizer", offload_dir=str(tmp_path)),
     ]
     assert pool.run(2, skipped, cfgs) == [[True] * 3] * 2
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--offload params", "--offload params: must be one of none, optimizer"),
-        (
-            "--offload optimizer+params --zero 2",
-            "--offload optimizer\\+params with --zero 2: weights can be offloaded only if",
-        ),
-        ("--offload activations --recompute selective", "offloading pays off only for the inputs of recomputed blocks"),
-        ("--offload-dir /tmp", "--offload-dir /tmp with --offload none: applies to optimizer states"),
-    ],
-)
-def test_refusals(flags: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        parse(["--vocab-size", "90", "--mock-data", *flags.split()])
 
 
 def test_too_little_host_memory_is_said_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,18 +157,8 @@ class TestOlderFamilies(Feature):
             ("gptj", {"tie_embeddings": True}, "--head-bias with --tie-embeddings: an output layer that shares its"),
             (
                 "opt",
-                {"norm_position": "sum", "parallel_residual": True},
-                "--norm-position sum with --parallel-residual: norms each sum before the next sub-layer reads it",
-            ),
-            (
-                "opt",
                 {"embedding_size": 16, "mtp_num_layers": 1},
                 "--embedding-size 16 with --mtp-num-layers 1: embeddings of further tokens are not projected",
-            ),
-            (
-                "opt",
-                {"embedding_size": 16, "mup_base_width": 16},
-                "--embedding-size 16 with --mup-base-width 16: muP knows no rate for their projections",
             ),
             ("bloom", {"seq_len": 70000}, "--seq-len 70000 with --position alibi: is longer than the 65536 positions"),
         )

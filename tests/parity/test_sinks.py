@@ -74,17 +74,10 @@ class TestSinks(Feature):
     refused = [
         (partial(jobs.llama, **OPTIONS), model, train, words)
         for model, train, words in (
-            ({}, {"attention": "math"}, "math with --attention-sinks: .* torch's choice"),
             (
                 {"attention_sinks": False, "attention_dropout": 0.1},
                 {"attention": "flash"},
                 "with --attention-dropout 0.1",
-            ),
-            ({"kv_lora_rank": 8, "num_kv_heads": 8}, {}, "its heads have no sinks here"),
-            (
-                {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-                {},
-                "a router has one bias",
             ),
         )
     ]

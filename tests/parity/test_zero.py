@@ -12,7 +12,6 @@ import torch
 from megalite.core.base.errors import UserError
 from megalite.core.options.model import ModelConfig
 from megalite.core.pipeline.observe import Observer
-from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.features import Feature
@@ -204,24 +203,6 @@ def test_released_weights(pool: WorkerPool) -> None:
         assert found["evaluated"] == found["next"] == ranks[0]["next"]
         assert "the copies of lm_head.weight on ranks 0, 2 differ (replicas)" in found["copies"]
         assert "weights not released after the pass: units of lm_head.weight" in found["left"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--zero 4", "must be one of 0, 1, 2, 3"),
-        ("--zero 1 --zero-group 2", "--zero-group 2 with --zero 1: applies from --zero 2 on"),
-        ("--zero 2 --zero-keep step", "--zero-keep step with --zero 2: applies from --zero 3 on"),
-        ("--zero 1 --zero-reduce step", "applies from --zero 2 on"),
-        ("--zero 0 --precision bf16 --grad-dtype bf16", "--grad-dtype bf16 with --zero 0: saves nothing"),
-        ("--grad-dtype bf16", "--grad-dtype bf16 with --precision fp32: gradients are at least as precise"),
-        ("--precision bf16 --grad-dtype bf16 --compress int8", "compression works on fp32 gradients; drop one"),
-        ("--zero 3 --zero-group 0", "must be full, node, a number of ranks, or dp/K"),
-    ],
-)
-def test_refusals(flags: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        parse(["--vocab-size", "90", "--mock-data", *flags.split()])
 
 
 def test_groups_of_ranks_that_share() -> None:

@@ -59,7 +59,6 @@ def test_thresholds_in_samples() -> None:
     [
         ("0:16,400:32", "must be STEP:SIZE pairs of whole numbers; write it as '0:16 400:32'"),
         ("", "must begin with the batch size of step 0"),
-        ("1:16", "must begin with the batch size of step 0"),
         ("0:16 8:32 8:64", "must list steps in increasing order, each once"),
         ("0:16 8:0", "must have sizes from 1 to 9999999"),
     ],
@@ -75,8 +74,6 @@ def test_the_largest_is_the_global_batch_size() -> None:
     cfg = config("--batch-size-schedule|0:4 2:8 6:2")
     assert cfg.train.global_batch_size == 8
     assert parse(["--global-batch-size=8", "--batch-size-schedule=0:4 2:8 6:2"]).config == cfg
-    with pytest.raises(UserError, match="--global-batch-size 16: must be the largest of .* 0:4 2:8; give 8, or drop"):
-        config("--global-batch-size|16|--batch-size-schedule|0:4 2:8")
 
 
 def test_it_survives_a_file(tmp_path: Path) -> None:
@@ -102,8 +99,6 @@ def test_every_size_must_be_shared_out_and_run() -> None:
     assert "interleaved" not in names_of(with_options(odd, {"vp": 2}), 1)
     with pytest.raises(UserError, match="3 micro-batches with schedule interleaved"):
         name_of(odd, 1)
-    with pytest.raises(UserError, match="--record-schedule 2:5: the steps have different batch sizes"):
-        with_options(cfg, {"record_schedule": "2:5"})
 
 
 def test_the_passes_of_the_largest_batch_are_not_the_most() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -83,12 +81,6 @@ def test_any_factors(tp: int, pp: int, dp: int) -> None:
     check_partition(topology)
     # Rank -> place -> rank, for every rank of the world.
     assert [topology.rank(**topology.coords(r)) for r in range(topology.world)] == list(range(topology.world))
-
-
-def test_every_factorisation_of_a_world() -> None:
-    for tp, pp in product(range(1, 49), repeat=2):
-        if 48 % (tp * pp) == 0:
-            check_partition(Grid.of(48, tp=tp, pp=pp))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megalite.core.model.flops import flops_per_token, peak_flops
-from megalite.core.model.partition import block_costs, layer_split
 from megalite.core.options.model import ModelConfig
 from megalite.core.parts.families import PRESETS
 from megalite.runtime.options.cli import parse
@@ -76,12 +75,6 @@ def test_every_preset_counts_as_its_dimensions_say() -> None:
             assert flops.causal_attention == 6 * (pairs + deltas * states), name
 
 
-def test_full_attention_adds_the_other_half() -> None:
-    flops = flops_per_token(LLAMA_8B)
-    assert flops.full - flops.causal == 6 * 32 * 4096 * 8192
-    assert flops.matrices + flops.head == 6 * (32 * (2 * 4096**2 * 5 // 4 + 3 * 4096 * 14336) + 128256 * 4096)
-
-
 def test_windows_count_the_keys_that_they_leave() -> None:
     """Every other layer sees 4 of 24 positions: pairs counted one by one."""
     sizes: dict[str, Any] = {"hidden_size": 48, "num_heads": 4, "head_dim": 16, "vocab_size": 100, "seq_len": 24}
@@ -132,11 +125,3 @@ def test_agrees_with_the_flop_counter_of_pytorch(arch: str) -> None:
 
 def test_a_cpu_has_no_peak() -> None:
     assert peak_flops(torch.device("cpu")) is None
-
-
-def test_the_head_counts_in_the_layer_split() -> None:
-    # 128k vocabulary: the head is 128256 h / (13 h^2 + h s) layers' work.
-    assert block_costs(LLAMA_8B)[1] == pytest.approx(3.15202e9 / ((5.14704e10 - 3.15202e9) / 32), rel=1e-5)
-    counts = [len(layers) for layers in layer_split(LLAMA_8B, 4)]
-    assert counts == [9, 9, 8, 6]
-    assert [i for layers in layer_split(LLAMA_8B, 4) for i in layers] == list(range(32))

@@ -12,30 +12,17 @@ from megalite.core.base.errors import UserError
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.partition import block_costs, layer_split, split_layers
 from megalite.core.options.model import ModelConfig
-from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.stages import read_stages
-from megalite.core.options.train import TrainConfig
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.time.step import step_time
 from megalite.runtime.options.cli import parse
-from megalite.runtime.options.run import Config
 
 
 def counts(ranges: list[range]) -> list[int]:
     assert [i for r in ranges for i in r] == list(range(ranges[-1].stop))
     return [len(r) for r in ranges]
-
-
-def test_thirty_layers_over_four_stages() -> None:
-    assert counts(split_layers([1.0] * 30, 4)) == [8, 8, 7, 7]
-
-
-def test_eighty_layers_over_sixteen_ranks_of_two_chunks() -> None:
-    parts = counts(split_layers([1.0] * 80, 32))
-    assert sum(parts) == 80
-    assert set(parts) == {2, 3}
 
 
 def test_an_output_layer_worth_two_blocks_takes_their_place() -> None:
@@ -101,19 +88,6 @@ def test_models_are_split_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "dp", "expected"), [(32, 8, 2, 2), (32, 8, 1, 4), (32, 4, 2, 4), (6, 3, 2, 1)]
-)
-def test_micro_batches(batch: int, micro: int, dp: int, expected: int) -> None:
-    cfg = Config(train=TrainConfig(global_batch_size=batch, micro_batch_size=micro))
-    assert cfg.num_microbatches(dp) == expected
-
-
-def test_more_stages_than_layers_are_refused_at_once() -> None:
-    with pytest.raises(UserError, match=r"--pp 4 --vp 2: makes 8 stages of 6 layers.*lower --pp or --vp"):
-        Config(model=ModelConfig(num_layers=6), parallel=ParallelConfig(pp=4, vp=2))
-
-
-@pytest.mark.parametrize(
     ("text", "counts"),
     [
         ("7,8*14,7", [7, *[8] * 14, 7]),
@@ -135,8 +109,6 @@ def test_layouts_by_hand(text: str, counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("flags", "rule"),
     [
-        ("--pipeline-layout 3,2", "has 2 stages, but --pp 1 --vp 1 makes 1"),
-        ("--pp 2 --pipeline-layout 3,2", "must have the 4 layers of --num-layers; it has 5"),
         ("--pp 2 --pipeline-layout 2,two", "has '2', which is no part of a layout"),
         ("--pp 2 --pipeline-layout 2,-2", "has '-2', which is not a number of layers"),
         ("--pp 2 --pipeline-layout tt|ttL", "must begin with E"),

@@ -188,42 +188,6 @@ def test_slices_of_heads_are_the_whole(documents: bool, monkeypatch: pytest.Monk
     close(gradients(gated_delta_rule, given, starts), gradients(recurrent, given, starts), 1e-10)
 
 
-def faulty_decays(fault: str) -> Any:
-    """`_decays`, wrong in one way."""
-    right = delta_rule._decays
-
-    def decays(decay: torch.Tensor, starts: torch.Tensor | None) -> Any:
-        if fault == "sign":
-            return right(-decay, starts)
-        if fault == "no reset":
-            return right(decay, None)
-        between, before, after = right(decay, starts)
-        if fault == "state across documents":
-            before = right(decay, None)[1]
-        elif fault == "keys of other documents":
-            after = right(decay, None)[2]
-        return between, before, after
-
-    return decays
-
-
-FAULTS = ("sign", "no reset", "state across documents", "keys of other documents", "length of keys", "beta")
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, starts = inputs(130), starts_of(130)
-    expected = gradients(recurrent, given, starts)
-    if fault == "length of keys":
-        monkeypatch.setattr(delta_rule, "_unit", lambda x: x)
-    elif fault == "beta":
-        given[4] = torch.ones_like(given[4]).requires_grad_()
-    else:
-        monkeypatch.setattr(delta_rule, "_decays", faulty_decays(fault))
-    with pytest.raises(AssertionError):
-        close(gradients(gated_delta_rule, given, starts), expected, 1e-3)
-
-
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 70])
 def test_the_convolution_is_that_of_torch(tokens: int, documents: bool) -> None:

@@ -174,22 +174,6 @@ def test_a_contribution_too_many_is_an_error() -> None:
         optimizer.finish_grads()
 
 
-def test_scalars_carry_the_step_for_bias_correction() -> None:
-    ctx = ParallelContext.single()
-    params, optimizer = optimizer_of(ctx, OptimConfig(), torch.float32, False)
-    for step in (1, 2):
-        one_step(params, optimizer, step, 1, 0)
-    assert optimizer.scalars() == {"num_steps": 2}
-    other_params, other = optimizer_of(ctx, OptimConfig(), torch.float32, False)
-    for mine, theirs in zip(optimizer.states(), other.states()):
-        theirs.flat.copy_(mine.flat)
-    other.load_scalars(optimizer.scalars())
-    other.finish_load()
-    one_step(params, optimizer, 3, 1, 0)
-    one_step(other_params, other, 3, 1, 0)
-    assert all(torch.equal(params[n], other_params[n]) for n in SHAPES)
-
-
 @pytest.mark.parametrize("rule", OWN_RULES)
 def test_steps_go_down(rule: str) -> None:
     """Whatever an optimizer computes: with a matrix as its own gradient, small steps make it shorter."""

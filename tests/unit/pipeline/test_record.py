@@ -109,8 +109,6 @@ def test_a_damaged_recording_is_refused(tmp_path: Path, harm: Any, rule: str) ->
     [
         (["--run", "{run}", "--pp", "2"], "the recording determines what ran"),
         (["--run", "{run}", "--step", "9"], "only steps 1 were recorded"),
-        (["--run", "{run}/none"], "record with pretrain_gpt.py --record-schedule"),
-        (["--schedule", "1f1b", "--pp", "2"], "nothing to show"),
         (["--schedule", "1f1b", "--pp", "2", "-m", "3", "--step", "1"], "only a recording has steps"),
     ],
 )

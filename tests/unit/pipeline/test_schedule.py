@@ -98,41 +98,6 @@ def test_interleaved_order_with_a_last_group_of_its_own_size():
         assert {op.stage for op in program if op.is_compute} == {rank, rank + 2}
 
 
-@pytest.mark.parametrize(
-    ("name", "vp", "m", "warmup"),
-    [
-        ("1f1b", 1, 8, [3, 2, 1, 0]),
-        ("1f1b-eager", 1, 8, [6, 4, 2, 0]),
-        ("interleaved", 2, 8, [10, 8, 6, 4]),
-    ],
-)
-def test_warmup_forwards(name, vp, m, warmup):
-    """Forwards before the first one that is followed by a backward at once."""
-    schedule = build_schedule(name, 4, vp, m)
-    kinds = ["".join(op.kind for op in program if op.is_compute) for program in schedule.programs]
-    assert [k.index("FB") for k in kinds] == warmup
-
-
-@pytest.mark.parametrize("p", range(1, 9))
-def test_1f1b_holds_at_most_p_minus_r(p):
-    for m in range(1, 20):
-        peaks = simulate(build_schedule("1f1b", p, 1, m)).peak_activations
-        assert peaks == [min(p - r, m) for r in range(p)]
-
-
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
-def test_bubble_is_exactly_p_minus_1_over_v_m(p):
-    for m in (p, 2 * p, 5 * p):
-        cases = [("1f1b", 1), ("gpipe", 1)] + [("interleaved", v) for v in (1, 2, 3, 4)]
-        for name, v in cases:
-            simulation = simulate(build_schedule(name, p, v, m))
-            assert simulation.makespan * v * m == simulation.ideal * (v * m + p - 1), (name, p, v, m)
-    for m in range(1, 12):
-        for name in ("1f1b", "gpipe"):
-            simulation = simulate(build_schedule(name, p, 1, m))
-            assert simulation.makespan * m == simulation.ideal * (m + p - 1), (name, p, m)
-
-
 sizes = st.floats(0.1, 3.0)
 
 

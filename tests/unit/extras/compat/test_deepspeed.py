@@ -309,30 +309,23 @@ def test_zero_2_with_pipelines_is_accepted_with_its_cost(ds: Any, caplog: pytest
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        (
-            {"zero_optimizaton": {"stage": 2}},
-            "zero_optimizaton.stage 2: is an unknown key; did you mean zero_optimization?",
-        ),
         ({"zero_optimization": {"stge": 2}}, "unknown key; did you mean zero_optimization.stage?"),
         ({"optimizer": {"type": "AdamW", "params": {"weight_decy": 0}}}, "did you mean optimizer.params.weight_decay?"),
         (
             {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}},
             "adam_w_mode false: .*there is no L2; use true",
         ),
-        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1}}}, 'optimizer.type "OneBitAdam": must be Adam'),
         (
             {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1}}},
             'scheduler.type "OneCycle": must be WarmupLR',
         ),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled true: fp16.enabled is true as well"),
         ({"gradient_allreduce_op": "sum"}, "gradients are those of the mean"),
-        ({"amp": {"enabled": True}}, "amp.enabled true: megalite has nothing like it; drop amp"),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "write offload_optimizer with device cpu"),
         ({"zero_optimization": {"stage": 2, "offload_param": PINNED}}, 'offload_param.device "cpu": requires stage 3'),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "requires nvme_path"),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 2}}, "applies to stage 3"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "give --compress int8"),
-        ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage "two": must be one of 0, 1, 2, 3'),
         ({"train_batch_size": 0}, "train_batch_size 0: must be a whole number of at least 1"),
         ('{"gradient_clipping": 1, "gradient_clipping": 2}', "is not valid JSON: gradient_clipping is given twice"),
         ('# hjson\n{"steps_per_print": 3', "is not valid JSON"),
@@ -633,10 +626,3 @@ def test_what_gives_way_to_a_chosen_layout_is_logged(
     assert (parsed.config.parallel.tp, parsed.config.parallel.zero) == (1, 1)
     (text,) = [r.getMessage() for r in caplog.records if "--layout auto" in r.getMessage()]
     assert {"tp", "zero"} <= set(re.findall(r"\w+", text))
-
-
-def test_a_deepspeed_file_that_accelerate_names(accelerate: Any, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(USUAL["cpu"]))
-    tree = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")}}
-    got = options(accelerate(tree))
-    assert (got["offload"], got["global_batch_size"], got["zero"]) == ("optimizer+params", 32, 3)

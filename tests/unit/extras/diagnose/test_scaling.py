@@ -57,7 +57,6 @@ def test_weak_and_strong_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("flags", "rule"),
     [
-        (["--ranks", "1,x"], "--ranks 1,x: must be positive numbers separated by commas"),
         (["--ranks", "0"], "--ranks 0: must be positive numbers separated by commas"),
         (["--steps", "7", "--warmup", "3"], "--warmup 3 --steps 7: 5 steps or more must be measured; give --steps 8"),
         (["--warmup", "-1"], "--warmup -1 --steps 20: 5 steps or more must be measured"),

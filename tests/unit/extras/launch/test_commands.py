@@ -106,7 +106,6 @@ def test_print_only_prints_what_would_run(
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        ([], "no training command"),
         (["--print-only", "--"], "no training command"),
         (["--max-restarts", "-1", "--", "t.py"], "--max-restarts -1"),
         (["--hostfile", "HOSTS", "t.py", "--preset", "tiny"], "t.py: no -- before it; write -- t.py"),

@@ -136,14 +136,6 @@ def test_any_value_arrives_in_the_pods(word: str, value: str, workdir: str) -> N
     assert words[-3:] == ["train.py", "--run-dir", word]
 
 
-def test_a_misspelt_key_is_caught() -> None:
-    kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    _, indexed = yaml.safe_load_all(kubernetes_manifest(job(image="i")))
-    indexed["spec"]["completionsMode"] = indexed["spec"].pop("completionMode")
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(indexed, kubernetes_validate.latest_version(), strict=True)
-
-
 def test_cpu_jobs_ask_for_no_gpu() -> None:
     assert "nvidia" not in kubernetes_manifest(job(cpu=True, image="i"))
     assert "gpus" not in slurm_script(job(cpu=True))
@@ -332,7 +324,6 @@ def test_a_directive_as_it_stands_in_a_script(text: str, line: str) -> None:
         ("constraint=h100 -n 32", "sets --ntasks, and the script starts one task on every node; remove it: --slots"),
         ("ntasks-per-node=8", "sets --ntasks-per-node,"),
         ("gpus-per-node=4", "sets --gpus-per-node, which --slots gives; give --slots N instead"),
-        ("signal=USR1@60", "sets --signal, by which the run saves before the time limit; remove it"),
         ("no-requeue", "sets --no-requeue, and the script queues the job again"),
         ("export=NONE", "sets --export, and the ranks read variables that the script exports; give --env"),
         ("##SBATCH --x", "is no option of sbatch; write it as --directive constraint=h100"),
@@ -373,11 +364,8 @@ def test_the_examples_are_what_the_tool_emits(file: str, flags: str, capsys: pyt
     assert capsys.readouterr().out == (ROOT / file).read_text()
 
 
-@pytest.mark.parametrize(
-    "file", ["slurm/one_task_per_node.sbatch", "slurm/one_task_per_rank.sbatch", "multi_node/run.sh"]
-)
-def test_example_scripts_are_bash(file: str) -> None:
-    assert subprocess.run(["bash", "-n", str(ROOT / "examples" / file)]).returncode == 0
+def test_the_example_of_a_task_per_rank_is_bash() -> None:
+    assert subprocess.run(["bash", "-n", str(ROOT / "examples/slurm/one_task_per_rank.sbatch")]).returncode == 0
 
 
 def test_the_multi_node_example(tmp_path: Path) -> None:

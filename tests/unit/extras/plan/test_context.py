@@ -19,7 +19,7 @@ from megalite.core.parts.options.context_parallel import choose_comm
 from megalite.extras.estimate.record import recorded_world
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.command import main
-from megalite.extras.plan.report import context_rows, dry_run_report
+from megalite.extras.plan.report import context_rows
 from megalite.extras.plan.search import pick, search
 from megalite.extras.plan.time.context import Context, messages
 from megalite.extras.plan.time.step import step_time
@@ -90,18 +90,6 @@ def test_bytes_of_the_published_table() -> None:
     assert totals["gather"] == [3 * k, 3 * k + 2 * 3 * k]
     assert totals["ring"] == [3 * k, 3 * k + 2 * 4 * k]
     assert totals["a2a"][0] == 2 * 2048 * (16 + 4) * 128 * 2 * 3 / 4
-
-
-def test_a_dry_run_says_what_is_sent() -> None:
-    words = "--preset llama-3-8b --tp 2 --cp 4 --cp-comm gather --precision bf16 --global-batch-size 1"
-    cfg = cli.parse(words.split()).config
-    ((name, text),) = context_rows(cfg)
-    assert (name, text) == (
-        "context",
-        "gather (as requested); a rank sends 12.00 MiB forward, 36.00 backward per block and micro-batch",
-    )
-    assert f"context     {text}\n" in dry_run_report(cfg, Grid.of(8, tp=2, cp=4))
-    assert context_rows(cli.parse(["--preset", "llama-3-8b"]).config) == []
 
 
 def test_a_dry_run_says_what_each_kind_of_block_sends() -> None:

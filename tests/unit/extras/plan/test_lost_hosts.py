@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.core.base.errors import UserError
 from megalite.core.build import build_engine
 from megalite.core.mesh.grid import Grid
 from megalite.extras.plan.lost_hosts import lost_hosts_table
@@ -61,14 +60,3 @@ def test_a_rank_loads_what_it_will_hold(zero: int) -> None:
     assert copy.copies / 6 == pytest.approx(sum(held), rel=0.02)
     (_, row) = _table(cfg, 4, 1, 1)
     assert float(row[7]) == pytest.approx(sum(held) / 2**30, abs=6e-4)
-
-
-def test_what_is_refused() -> None:
-    for flags in (["--lost", "1"], ["--dry-run", "--ranks-per-host", "8"], ["--lost", "-1"]):
-        with pytest.raises(UserError):
-            cli.parse(flags)
-    cfg = _elastic()
-    with pytest.raises(UserError, match="--lost 4: leaves none of 4 hosts with 8 of 32 ranks each"):
-        lost_hosts_table(cfg, Grid.of(32), 4, 8)
-    with pytest.raises(UserError, match="--lost 1: applies to runs that go on with fewer hosts; use --elastic"):
-        lost_hosts_table(replace(cfg, run=replace(cfg.run, elastic=False)), Grid.of(32), 1, 8)

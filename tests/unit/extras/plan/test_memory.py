@@ -15,11 +15,7 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.model.flops import flops_per_token
 from megalite.core.model.partition import layer_split, stage_layers
 from megalite.core.options.choices import BlockKind
-from megalite.core.options.model import ModelConfig
-from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.recompute import MODES, Extent
-from megalite.core.options.train import TrainConfig
-from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.schedule import Placement
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import memory_per_rank
@@ -293,46 +289,6 @@ def test_the_torch_loss_makes_fp32_copies_of_the_logits(ops: str, bytes_a_logit:
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_of_llama_3_8b() -> None:
-    model = ModelConfig(
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        ffn_hidden_size=14336,
-        vocab_size=128256,
-        seq_len=8192,
-    )
-    parallel = ParallelConfig(tp=2, pp=4, schedule="1f1b")
-    cfg = Config(model, parallel, train=TrainConfig(precision="bf16", global_batch_size=64))
-    grid = Grid.of(32, tp=2, pp=4)
-    page = dry_run_report(cfg, grid)
-    ranks = memory_per_rank(cfg, grid)
-    for text in (
-        "parameters  8,030,261,248",
-        "32 ranks = dp 4 x pp 4 x tp 2, sequence parallel; vp 1, ZeRO-1, bf16, recompute none",
-        "64 samples = 524,288 tokens per step; 16 micro-batches of 1 per dp rank",
-        "schedule    1f1b, bubble ",
-        "5.147e+10 per token (causal attention), 5.791e+10 (full attention)",
-        f"most memory: {ranks[0].total / 2**30:.2f} GiB on rank 0 and its dp and tp peers",
-    ):
-        assert text in page
-    # Per rank: 9 layers of 218,112,000 weights over tp 2 and norms, half of the embedding.
-    assert ranks[0].parameters == 9 * (218_103_808 // 2 + 2 * 4096) + 128256 * 4096 // 2
-    row = next(line for line in page.splitlines() if line.startswith("0 *")).split()
-    parts = (ranks[0].weights, ranks[0].main_grad, ranks[0].optimizer, ranks[0].activations, 0, ranks[0].total)
-    assert row == ["0", "*", "0-8", "1,244,209,152", *(f"{size / 2**30:.2f}" for size in parts)]
-    assert max(len(line) for line in page.splitlines()) <= 130
-    assert len(page.splitlines()) < 25
-    assert schedule_of(cfg, 4).name == "1f1b"
-
-
-def test_a_small_model_is_told_in_mib() -> None:
-    page = dry_run_report(config(), Grid.of(1))
-    assert "(MiB)" in page
-    assert page.splitlines()[-2].endswith(" MiB on rank 0")
 
 
 def test_without_a_vocabulary_there_is_no_plan() -> None:

@@ -218,12 +218,6 @@ def test_empty_documents_are_dropped_and_counted_and_blank_lines_are_nothing(tmp
     assert IndexedDataset(tmp_path / "o").document(1).tolist() == [32, 256]
 
 
-def test_another_key_is_read(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_bytes(jsonl(["abc"], key="content"))
-    preprocess([str(tmp_path / "d.jsonl")], "bytes", str(tmp_path / "o"), key="content")
-    assert IndexedDataset(tmp_path / "o").document(0).tolist() == [97, 98, 99, 256]
-
-
 BAD_LINES = [
     (b'{"text": "cut off', "does not parse as JSON"),
     (b"\xff\xfe\x00{", "does not parse as JSON"),
@@ -394,14 +388,6 @@ def test_the_tool_shows_a_bar_on_a_terminal(tmp_path: Path) -> None:
     os.close(ours)
     assert process.wait(timeout=120) == 0
     assert b"tokenizing" in shown
-
-
-def test_the_tool_turns_a_mistake_into_one_line_and_exit_2(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOL), "--input", str(tmp_path), "--tokenizer", "bytes", "--out", "o"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"error: --input {tmp_path}: holds no text (0 other files); ")
-    assert result.stderr.count("\n") == 1
 
 
 class Running:

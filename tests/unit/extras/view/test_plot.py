@@ -116,14 +116,6 @@ def test_the_tool_writes_a_picture_and_leaves_out_a_broken_line(tmp_path: Path) 
     assert out.stat().st_size > 20_000
 
 
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    command: list[str | Path] = [sys.executable, TOOL, tmp_path / "none", "--out", tmp_path / "f.png"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: run directory {tmp_path}/none: metrics.jsonl in it cannot be read")
-    assert done.stderr.count("\n") == 1
-
-
 def test_runs_without_steps_or_what_the_axis_needs(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
