@@ -36,6 +36,16 @@ FLAGS = """
     --eval-every 2 --save-every 2 --keep-best 1 --record-schedule 3:6
 """
 
+# Of further layouts, on four ranks: what ZeRO 2 and 3 cut besides, and a pipeline in the shape of a V.
+DENSE = """
+    --arch llama --num-layers 4 --hidden-size 32 --num-heads 4 --vocab-size 256 --seq-len 16 --mock-data --device cpu
+    --micro-batch-size 1 --global-batch-size 8 --train-steps 6 --lr 1e-3 --save-every 6
+"""
+LAYOUTS = {
+    "zero2-zb-v": "--pp 2 --vp 2 --schedule zb-v --zero 2 --record-schedule 3:6",
+    "zero3-tp2": "--tp 2 --zero 3 --zero-whole-below 500",
+}
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -228,6 +238,55 @@ def test_what_each_rank_owns_is_what_it_wrote(seen: Seen, run: Path) -> None:
             replicated = "norm" in name or "router" in name
             # Of what tp does not cut, the first of its ranks writes.
             assert count == expected or (replicated and rank % 2 and expected == 0), (rank, name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_of_other_layouts(browser: Any, zygote: Zygote, tmp_path: Path, layout: str) -> None:
+    run, out = tmp_path / "run", tmp_path / "run.html"
+    flags = [*DENSE.split(), *LAYOUTS[layout].split(), "--run-dir", str(run)]
+    assert codes(zygote.start(flags, 4, tmp_path).end()) == [0] * 4
+    main([str(run), "--html", str(out)])
+    it = Seen(browser, out.as_uri())
+    it.open("grid")
+    tensors = manifest(run)["tensors"]["exp_avg"]
+    for rank in range(4):
+        it.page.click(f'[data-rank="{rank}"]')
+        rows = it.rows("params")
+        # The first of tp's ranks writes what tp does not cut.
+        shared = {row[0] for row in rows if "norm" in row[0] and "tp" in layout and rank % 2}
+        expected = {name: owned(run, "exp_avg", name).get(rank, 0) for name in tensors}
+        assert {row[0]: elements(row[5]) for row in rows if row[0] not in shared} == {
+            row[0]: expected[row[0]] for row in rows if row[0] not in shared
+        }
+        for name, whole, _, weights, grads, share, _ in rows:
+            own, all_of_it = 4 * elements(share), 4 * math.prod(map(int, whole.split(" × ")))
+            if layout == "zero2-zb-v":
+                assert (size(weights), size(grads)) == pytest.approx((all_of_it, own), rel=0.005), name
+            elif "norm" not in name:
+                assert (size(weights), size(grads)) == pytest.approx((own, own), rel=0.005), name
+    if layout == "zero2-zb-v":
+        assert [row[1:] for row in it.rows("stages")] == [["0, 3", "0, 3", "0, 1"], ["1, 2", "1, 2", "2, 3"]]
+        it.open("schedule")
+        step = int(re.search(r"step (\d+)", it.page.inner_text("main"))[1])  # type: ignore[index]
+        for rank in range(2):
+            lines = (run / f"schedule/pipeline_rank_{rank}.jsonl").read_text().splitlines()[1:]
+            (ops,) = [line["ops"] for line in map(json.loads, lines) if line["step"] == step]
+            waits = [1e3 * (ready - begun) for name, begun, ready, _ in ops if name[0] in "FBIW"]
+            # Forward, gradient of the input and of the weights of four micro-batches in two stages.
+            assert len(waits) == 4 * 2 * 3
+            shown = [float(row[4].replace(",", "")) for row in it.rows("ops-measured") if row[0] == f"pp{rank}"]
+            assert shown == pytest.approx(waits, rel=1e-3, abs=2e-3)
+    for view in VIEWS:
+        it.open(view)
+        assert not {"undefined", "NaN", "[object"} & set(re.split(r"\s", it.page.inner_text("main")))
+    assert (it.said, it.asked) == ([], [out.as_uri()])
+    it.context.close()
+
+
+def size(shown: str) -> float:
+    """Bytes that a cell speaks of: "12.3 kB"."""
+    number, unit = shown.split(" ")
+    return float(number.replace(",", "")) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]
 
 
 def test_every_view_opens_by_keyboard_in_both_languages_on_a_phone_in_the_dark(browser: Any, html: Path) -> None:
