@@ -276,6 +276,15 @@ def test_pages_of_other_layouts(browser: Any, zygote: Zygote, tmp_path: Path, la
             assert len(waits) == 4 * 2 * 3
             shown = [float(row[4].replace(",", "")) for row in it.rows("ops-measured") if row[0] == f"pp{rank}"]
             assert shown == pytest.approx(waits, rel=1e-3, abs=2e-3)
+    else:
+        held = []
+        for zero in range(4):
+            it.select("Shown at", str(zero))
+            held.append([size(text) for text in re.findall(r"[\d.,]+ k?B", it.page.inner_text("#held"))])
+        # fp32 weights are the masters: 4 bytes each of weights and gradients, 8 of moments; dp 2, and norms whole.
+        n = held[0][0] / 4
+        expected = [(4, 4, 8), (4, 4, 4), (4, 2, 4), (2, 2, 4)]
+        assert held == [pytest.approx([k * n for k in each], rel=0.02) for each in expected]
     for view in VIEWS:
         it.open(view)
         assert not {"undefined", "NaN", "[object"} & set(re.split(r"\s", it.page.inner_text("main")))
@@ -357,16 +366,52 @@ def test_pictures_have_what_they_say(seen: Seen, run: Path) -> None:
             for (let i = 0; i < d.length; i += 4) colors.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);
             return colors.size > 3; }"""
         )
+
+
+def test_every_collective_is_played_to_its_end(seen: Seen) -> None:
+    """With the bytes of this run: of a whole tensor, each message of a ring or an exchange carries a rank's part."""
     seen.open("messages")
-    seen.select("Operation", seen.page.eval_on_selector_all("main select:last-of-type option", LAST_ALL_REDUCE))
-    for _ in range(14):
-        seen.page.get_by_role("button", name="step", exact=True).click()
-    # After 2 (n - 1) steps of a ring of 8, every rank has every sum.
-    assert "Step 14 of 14" in seen.page.inner_text("#collective")
-    assert seen.page.inner_text("#collective").count("8/8") == 64
+    options = seen.page.locator("label", has_text="Operation").locator("option").all_text_contents()
+    told = {f"{row[0]}: {row[1]}": row for row in seen.rows("messages")}
+    kinds = set()
+    for number, option in enumerate(options):
+        seen.select("Operation", str(number))
+        _, kind, ranks, calls, whole, *_ = told[option]
+        n = int(ranks)
+        said = re.search(r"Step 0 of (\d+): each message carries ([\d.,]+ \w+)\.", seen.page.inner_text("#collective"))
+        assert said is not None
+        parts = int(calls) * (1 if kind == "send" else n)
+        assert size(said[2]) == pytest.approx(size(whole) / parts, rel=0.01)
+        for _ in range(int(said[1])):
+            seen.page.get_by_role("button", name="step", exact=True).click()
+        script = "b => [...b.querySelectorAll('tbody tr')].map(r => [...r.cells].slice(1).map(c => c.textContent))"
+        cells = seen.page.eval_on_selector("#collective", script)
+        done = [[cell in ("✓", f"{n}/{n}") for cell in row] for row in cells]
+        if kind == "reduce_scatter":
+            # Each rank has the whole sum of one piece, each of another.
+            assert sorted(row.index(True) for row in done) == list(range(n))
+            assert sum(map(sum, done)) == n
+        else:
+            assert all(map(all, done)), (option, cells)
+        assert int(said[1]) == {"all_reduce": 2 * (n - 1), "send": 1}.get(kind, n - 1)
+        kinds.add(kind)
+    assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
 
 
-LAST_ALL_REDUCE = "os => os.filter(o => o.textContent === 'world: all_reduce').pop().value"
+def test_the_plan_says_its_bubble_and_its_critical_path(seen: Seen) -> None:
+    seen.open("schedule")
+    rows = [[row[0], *map(float, row[2:4]), row[6]] for row in seen.rows("ops-planned")]
+    critical = [(begin, end) for _, begin, end, on_path in rows if on_path == "yes"]
+    last = max(end for _, _, end, _ in rows)
+    # A chain from the beginning to the end: each operation follows another at once, or after one message.
+    assert (min(critical)[0], max(end for _, end in critical)) == (0, last)
+    gaps = [begin - max((end for _, end in critical if end < begin + 1e-3), default=0) for begin, _ in critical]
+    message = max(gaps)
+    assert 0 < message < 0.1 * last
+    assert all(min(gap, message - gap) == pytest.approx(0, abs=1e-2) for gap in gaps), gaps
+    idle = [last - sum(end - begin for lane, begin, end, _ in rows if lane == f"pp{rank}") for rank in range(2)]
+    bubble = min(idle) / (last - min(idle))
+    assert re.search(rf"bubble {100 * bubble:.3g}", seen.page.inner_text("main")), seen.page.inner_text("main")
 
 
 def test_two_runs_lie_over_each_other(browser: Any, run: Path, tmp_path: Path) -> None:
@@ -392,6 +437,53 @@ def test_two_runs_lie_over_each_other(browser: Any, run: Path, tmp_path: Path) -
     it.select("Run of all views", "1")
     it.open("memory")
     assert "could not be made" in it.page.inner_text("main")
+    assert it.said == []
+    it.context.close()
+
+
+NEAR = """([from, to]) => { const out = [];
+const loss = window.megalite.drawn('curves').find(c => c.name === 'loss');
+for (let x = from; x <= to; x++) { const y = loss.valueAt(x, 0); if (typeof y === 'number') out.push(y); }
+return out; }"""
+
+
+def test_a_hundred_thousand_steps_with_every_event(browser: Any, tmp_path: Path) -> None:
+    steps, out = 100_000, tmp_path / "page.html"
+    kinds = ["save", "resume", "recovery", "spike", "rewind", "straggler", "resize", "replay", "nonfinite"]
+    draw = random.Random(7)
+    lines: list[dict[str, Any]] = [{"event": "start", "step": 0}]
+    for step in range(1, steps + 1):
+        size = 64 if step <= 60_000 else 128
+        figures = {
+            "grad_norm": 1 + draw.random(),
+            "lr": 1e-3,
+            "tokens_per_s": 9e5,
+            "memory_gib": 61.0,
+            "data_wait_s": 0.0,
+        }
+        loss = 90.0 if step == 54_321 else 5 / step**0.1 + draw.random()
+        lines.append({"step": step, "loss": loss, "time": 1.7e9 + step, "global_batch_size": size, **figures})
+        if step % 10_000 == 0:
+            # A rewind or a resume leaves what came before it as it is: none goes back here.
+            lines.append({"event": kinds[step // 10_000 - 1] if step < steps else "save", "step": step})
+    run = write(tmp_path / "run", lines)
+    main([str(run), "--html", str(out), "--no-estimate"])
+    assert out.stat().st_size < 3_000_000
+    it = Seen(browser, out.as_uri())
+    shown = it.curve("loss")
+    assert (shown["x"], shown["points"] <= 20_000) == ([1, steps], True)
+    # The peak stands at a step of its bucket.
+    near = it.page.evaluate(NEAR, [54_321 - 44, 54_321 + 44])
+    assert max(near) == 90
+    it.page.focus(".chart")
+    it.page.keyboard.press("Home")
+    it.page.keyboard.press("+")
+    it.page.wait_for_function("() => window.megalite.drawn('curves')[0].x[1] < 100000")
+    # Each kind has a line in the table, and a box that hides its marks.
+    it.page.click("summary >> nth=0")
+    assert {row[2].split()[-1] for row in it.rows("events")} == {*kinds, "start", "batch_size"}
+    boxes = it.page.locator("label:has(input[type=checkbox])").all_text_contents()
+    assert {box.split()[-1] for box in boxes} == {*kinds, "batch_size", "logarithmic"}
     assert it.said == []
     it.context.close()
 
