@@ -400,7 +400,7 @@ def test_every_collective_is_played_to_its_end(seen: Seen) -> None:
 
 def test_the_plan_says_its_bubble_and_its_critical_path(seen: Seen) -> None:
     seen.open("schedule")
-    rows = [[row[0], *map(float, row[2:4]), row[6]] for row in seen.rows("ops-planned")]
+    rows = [(row[0], float(row[2]), float(row[3]), row[6]) for row in seen.rows("ops-planned")]
     critical = [(begin, end) for _, begin, end, on_path in rows if on_path == "yes"]
     last = max(end for _, _, end, _ in rows)
     # A chain from the beginning to the end: each operation follows another at once, or after one message.
