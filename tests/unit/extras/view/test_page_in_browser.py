@@ -283,8 +283,8 @@ def test_pages_of_other_layouts(browser: Any, zygote: Zygote, tmp_path: Path, la
             held.append([size(text) for text in re.findall(r"[\d.,]+ k?B", it.page.inner_text("#held"))])
         # fp32 weights are the masters: 4 bytes each of weights and gradients, 8 of moments; dp 2, and norms whole.
         n = held[0][0] / 4
-        expected = [(4, 4, 8), (4, 4, 4), (4, 2, 4), (2, 2, 4)]
-        assert held == [pytest.approx([k * n for k in each], rel=0.02) for each in expected]
+        sums = [(4, 4, 8), (4, 4, 4), (4, 2, 4), (2, 2, 4)]
+        assert held == [pytest.approx([k * n for k in each], rel=0.02) for each in sums]
     for view in VIEWS:
         it.open(view)
         assert not {"undefined", "NaN", "[object"} & set(re.split(r"\s", it.page.inner_text("main")))
