@@ -405,6 +405,14 @@ def spoil_a_moment(run: Any) -> None:
     moments[0][0] = float("nan")
 
 
+def before_uploads(fault: Fault) -> None:
+    """No save begins before the last one is uploaded: then none replaces another during a slow upload."""
+    from megalite.runtime.checkpoint.save import Checkpointer
+
+    for name in ("save", "save_model"):
+        before(Checkpointer, name, lambda checkpointer, *_, **__: checkpointer.settle())
+
+
 def at_end(fault: Fault) -> None:
     """Where all is done."""
     from megalite.runtime.watch.heartbeat import Heartbeat
@@ -504,6 +512,7 @@ PLACES: dict[str, Callable[[Fault], None]] = {
     "commit": before_commit,
     "copy": in_copy,
     "end": at_end,
+    "settle": before_uploads,
 }
 
 

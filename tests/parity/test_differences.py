@@ -6,14 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from megalite.core.base.slices import Slice
 from megalite.extras.command import find_main
-from megalite.runtime.checkpoint.load import weights_of
 from megalite.runtime.checkpoint.manifest import read_manifest
-from megalite.runtime.checkpoint.reader import ShardReader
 from tests.parity import runs
+from tests.unit.checkpoint.differences import assert_same
 from tests.workers import WorkerPool
 
 LAYOUTS = {
@@ -32,26 +29,13 @@ def train(pool: WorkerPool, folder: Path, layout: str, delta: int) -> Path:
     return run
 
 
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Each weight as one process reads it."""
-    reader, out = ShardReader(path, read_manifest(path)), {}
-    reader.verify()
-    for name, entry in weights_of(reader.manifest, path).items():
-        out[name] = torch.empty(entry.shape, dtype=torch.bfloat16)
-        reader.read(entry, Slice((0,) * len(entry.shape), entry.shape, 0), out[name])
-    reader.close()
-    return out
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bits_of_whole_snapshots(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     whole, delta = (train(pool, tmp_path, layout, k) / "checkpoints" for k in (0, 3))
     for step in (1, 2, 3):
         name = f"model_{step:08d}"
         assert (read_manifest(delta / name).base is not None) == (step > 1)
-        found, expected = tensors(delta / name), tensors(whole / name)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key].view(torch.int16), expected[key].view(torch.int16)) for key in expected)
+        assert_same(delta / name, whole / name)
 
 
 def test_tools_on_a_difference(pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Kill runs that save differences and coded checkpoints with uploads: `python -m tests.soak.chains --kills 100`
 
-After each kill all that is committed, on the disk and in the store, must load with the bits of its step, and nothing
-that was said to be committed may be missing. Some kills also take the disk. When a kill hits depends on the machine.
+Of several ranks (`--ranks 2`) all are killed, or one, or its writer. After each kill all that is committed, on the disk
+and in the store, must load with the bits of its step, and nothing that was said to be committed may be missing. Some
+kills also take the disk. When a kill hits depends on the machine.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megalite.core.base.log import logger
 from megalite.core.mesh.context import ParallelContext
@@ -38,14 +42,18 @@ CTX = ParallelContext.single()
 SPECS = [*cs.SPECS, ParamSpec("layers.1.weight", (300, 1000))]
 STEPS, FULL_EVERY, DELTA = 48, 4, 3
 DEADLINE_S = 240.0
+# How long ranks have to notice that another one is gone.
+PATIENCE_S = 30.0
+# Exit code of a rank that has lost another one.
+LEFT_ALONE = 3
 
 
-def states_at(step: int) -> list[StateTensor]:
-    """Full state that changes a little from step to step."""
-    states = cs.states_at(max(step, 0), specs=SPECS)
-    for state in states:
-        noise = (torch.arange(state.flat.numel()) * 2654435761).remainder_(2**24)
-        state.flat.copy_(noise * 2.0**-24 * (1 + step * 2**-9) if step >= 0 else torch.full_like(noise, -1))
+def states_at(step: int, rank: int = 0, ranks: int = 1) -> list[StateTensor]:
+    """Full state of a rank that changes a little from step to step, the same for any number of ranks."""
+    states = cs.states_at(min(step, 0), rank, ranks, SPECS)
+    for state in states if step >= 0 else []:
+        noise = (state.flat * 2).long().mul_(2654435761).remainder_(2**24)
+        state.flat.copy_(noise * 2.0**-24 * (1 + step * 2**-9))
     return states
 
 
@@ -54,38 +62,46 @@ class Run:
 
     Args:
         folder: where the run's own disk, its store and its words are.
+        ranks: number of its processes.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.disk, self.far, self.said = folder / "run", folder / "far/run", folder / "said"
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.disk, self.far, self.said, self.ranks = folder / "run", folder / "far/run", folder / "said", ranks
         self.root = self.disk / "checkpoints"
 
-    def train(self, seed: str) -> None:
-        """Save step after step from where the last attempt was, until killed."""
-        draw = random.Random(seed)
+    def train(self, rank: int, seed: str) -> None:
+        """Be a rank: save step after step from where the last attempt was, until killed."""
+        # The same on all ranks, which wait together.
+        draw, ctx = random.Random(seed), cs.context(self.ranks)
         mirror = Mirror(f"file://{self.far}", self.disk, 5.0)
-        checkpointer = Checkpointer(self.root, CTX, "run", Keep(last=2), mirror=mirror, code="planes-zstd", delta=DELTA)
+        checkpointer = Checkpointer(self.root, ctx, "run", Keep(last=2), mirror=mirror, code="planes-zstd", delta=DELTA)
+
         with self.said.open("a", buffering=1) as said:
-            print(f"writer {checkpointer._writer.process.pid}", file=said)
+
+            def say(words: str) -> None:
+                if rank == 0:
+                    print(words, file=said)
+
+            print(f"writer{rank} {checkpointer._writer.process.pid}", file=said)
             checkpointer.take()
-            found = find_good(self.root, CTX, mirror=mirror)
+            found = find_good(self.root, ctx, mirror=mirror)
             step = 0
             if found is not None:
-                step = load_checkpoint(found, states_at(-1), CTX)[0]["step"]
+                step = load_checkpoint(found, states_at(-1, rank, self.ranks), ctx)[0]["step"]
                 checkpointer.continues(found.path)
-            print(f"resumed {step}", file=said)
+            say(f"resumed {step}")
             while step < STEPS:
                 step += 1
                 full = step % FULL_EVERY == 0
                 make = checkpointer.save if full else checkpointer.save_model
-                path = make(step, states_at(step), {"step": step}, background=True)
+                path = make(step, states_at(step, rank, self.ranks), {"step": step}, background=True)
                 assert path is not None
                 if draw.random() < 0.6:
                     checkpointer.finish()
-                    print(f"saved {path.name}", file=said)
+                    say(f"saved {path.name}")
                 if draw.random() < 0.3:
                     checkpointer.settle()
-                    print(f"uploaded {path.name}", file=said)
+                    say(f"uploaded {path.name}")
                 checkpointer.poll()
             checkpointer.settle()
         checkpointer.close()
@@ -136,40 +152,69 @@ def check_bits(path: Path) -> None:
 
 
 def kill_once(run: Run, number: int, seed: str, tally: Counter[str]) -> None:
-    """Start an attempt, kill it or its writer at a moment drawn at random, and wait until both are gone."""
+    """Start an attempt, kill some of its processes at a moment drawn at random, and wait until all are gone."""
     draw = random.Random(f"{seed} {number}")
     before = len(run.said.read_text().splitlines()) if run.said.exists() else 0
-    child = multiprocessing.get_context("fork").Process(target=attempt, args=(run, f"{seed} {number}"))
-    child.start()
-    lines, deadline = before + draw.randint(1, 9), time.monotonic() + DEADLINE_S
-    while child.is_alive() and (not run.said.exists() or len(run.said.read_text().splitlines()) < lines):
+    meet = run.disk.with_name(f"meet{number}")
+    fork = multiprocessing.get_context("fork").Process
+    ranks = [fork(target=attempt, args=(run, rank, f"{seed} {number}", meet)) for rank in range(run.ranks)]
+    for child in ranks:
+        child.start()
+    lines, deadline = before + draw.randint(1, 8 + run.ranks), time.monotonic() + DEADLINE_S
+    while _lives(ranks) and (not run.said.exists() or len(run.said.read_text().splitlines()) < lines):
         assert time.monotonic() < deadline, "the attempt does not go on"
         time.sleep(0.005)
     time.sleep(draw.uniform(0, 0.2))
-    victim = draw.choice(["run", "run", "writer", "both"])
-    writers = run.words("writer")
+    what, rank = draw.choice(["run", "rank", "writer", "both"]), draw.randrange(run.ranks)
+    chosen = [child.pid or 0 for child in ranks if what == "run"] + [ranks[rank].pid or 0] * (what in ("rank", "both"))
+    chosen += [int(pid) for pid in run.words(f"writer{rank}")[-1:] if what in ("writer", "both")]
     killed = False
-    for pid in ([child.pid] if victim != "writer" else []) + (writers[-1:] if victim != "run" else []):
-        if child.is_alive() and is_there(int(pid or 0)):
-            os.kill(int(pid or 0), signal.SIGKILL)
+    for pid in chosen if _lives(ranks) else []:
+        if is_there(pid):
+            os.kill(pid, signal.SIGKILL)
             killed = True
     tally["kills"] += killed
-    tally[f"kills of {victim}"] += killed
-    child.join(DEADLINE_S)
-    assert not child.is_alive(), "the attempt outlives its writer"
-    assert child.exitcode in (0, -signal.SIGKILL), f"the attempt ended with {child.exitcode}"
-    while writers and is_there(int(writers[-1])):
+    tally[f"kills of {what}"] += killed
+    end(ranks, killed)
+    writers = [int(pid) for rank in range(run.ranks) for pid in run.words(f"writer{rank}")[-1:]]
+    while any(map(is_there, writers)):
         assert time.monotonic() < deadline, "a writer outlives its run"
         time.sleep(0.01)
 
 
-def attempt(run: Run, seed: str) -> None:
-    """Be the run; a save that fails with its writer ends it."""
+def _lives(ranks: list[ForkProcess]) -> bool:
+    return all(child.is_alive() for child in ranks)
+
+
+def end(ranks: list[ForkProcess], killed: bool) -> None:
+    """Wait for all ranks; those that do not notice that another was killed are killed too, as a launcher would."""
+    deadline = time.monotonic() + (PATIENCE_S if killed and len(ranks) > 1 else DEADLINE_S)
+    for child in ranks:
+        child.join(max(0.0, deadline - time.monotonic()))
+        if killed and child.is_alive() and len(ranks) > 1:
+            child.kill()
+            child.join(DEADLINE_S)
+    assert not any(child.is_alive() for child in ranks), "the attempt outlives its writer"
+    codes = [child.exitcode for child in ranks]
+    assert {*codes} <= {0, -signal.SIGKILL, *([LEFT_ALONE] if killed else [])}, (
+        f"the ranks ended with {codes}: see meet*"
+    )
+
+
+def attempt(run: Run, rank: int, seed: str, meet: Path) -> None:
+    """Be a rank; a save that fails with its writer, or the loss of another rank, ends it."""
     logger.setLevel("ERROR")
     try:
-        run.train(seed)
+        if run.ranks > 1:
+            dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=run.ranks)
+        run.train(rank, seed)
+        if run.ranks > 1:
+            dist.destroy_process_group()
     except SaveError:
         os._exit(0)
+    except RuntimeError:
+        meet.with_name(f"{meet.name}_{rank}").write_text(traceback.format_exc())
+        os._exit(LEFT_ALONE)
 
 
 def is_there(pid: int) -> bool:
@@ -180,14 +225,14 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def soak(folder: Path, kills: int, seed: str, tally: Counter[str]) -> None:
+def soak(folder: Path, kills: int, seed: str, tally: Counter[str], ranks: int = 1) -> None:
     """Kill so many times; a run that has come to its end is followed by a new one."""
     torch.set_num_threads(1)
     logger.setLevel("ERROR")
     runs = number = 0
     while tally["kills"] < kills:
         number += 1
-        run = Run(folder / f"run{runs}")
+        run = Run(folder / f"run{runs}", ranks)
         run.disk.mkdir(parents=True, exist_ok=True)
         (run.far / "checkpoints").mkdir(parents=True, exist_ok=True)
         kill_once(run, number, seed, tally)
@@ -204,11 +249,12 @@ def soak(folder: Path, kills: int, seed: str, tally: Counter[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.chains", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="how many (100)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a run (1)")
     parser.add_argument("--seed", default="0", help="any word (0)")
     args = parser.parse_args()
     folder, tally = Path(tempfile.mkdtemp(prefix="megalite-chains-")), Counter[str]()
     try:
-        soak(folder, args.kills, args.seed, tally)
+        soak(folder, args.kills, args.seed, tally, args.ranks)
     finally:
         print(", ".join(f"{name} {n}" for name, n in sorted(tally.items())), f"in {folder}", file=sys.stderr)
     shutil.rmtree(folder)

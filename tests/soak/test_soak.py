@@ -220,15 +220,16 @@ def test_a_second_job_that_gets_in_is_found(zygote: Zygote, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_differences_survive_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_differences_survive_kills(tmp_path: Path, ranks: int) -> None:
     """In a process of its own: it forks."""
     code = "import sys; from pathlib import Path; from collections import Counter; from tests.soak.chains import soak; "
-    code += "soak(Path(sys.argv[1]), 4, 'ci', tally := Counter()); assert tally['differences'] >= 4, tally"
+    code += f"soak(Path(sys.argv[1]), 4, 'ci', tally := Counter(), {ranks}); assert tally['differences'] >= 4, tally"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=600)
 
 
 def test_a_soak_of_differences_finds_what_is_lost(tmp_path: Path) -> None:
-    run = chains.Run(tmp_path)
+    run = chains.Run(tmp_path, 1)
     run.root.mkdir(parents=True)
     run.said.write_text("saved model_00000001\n")
     with pytest.raises(AssertionError, match="model_00000001"):

@@ -24,6 +24,7 @@ from megalite.extras.plan.outlook import batch_note, cores_of_text, outlook, rea
 from megalite.extras.plan.pictures import draw_search, draw_sweep
 from megalite.extras.plan.recovery import check_failures, effective_text, failure_figures, traffic
 from megalite.extras.plan.report import as_json, best_layouts, explain_text, mfu, search_text
+from megalite.extras.plan.saves import code_lines
 from megalite.extras.plan.search import Candidate, pick, search
 from megalite.extras.plan.time.step import StepTime, step_time
 from megalite.extras.tool import ToolParser
@@ -133,9 +134,8 @@ def explain_command(argv: Sequence[str]) -> int:
             told["recovery"] = failure_figures(cfg, grid, ranks, cluster, time.total, args.mtbf)
         print(json.dumps(told))
     else:
-        print(
-            "\n".join([explain_text(cfg, grid, cluster, time), *_failures(cfg, grid, ranks, cluster, time, args.mtbf)])
-        )
+        lines = [*_failures(cfg, grid, ranks, cluster, time, args.mtbf), *code_lines(cfg, cluster)]
+        print("\n".join([explain_text(cfg, grid, cluster, time), *lines]))
     return 0
 
 

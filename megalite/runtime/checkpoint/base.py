@@ -12,13 +12,14 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from megalite.core.base.slices import Slice, contiguous_runs, flat_range
 from megalite.runtime.checkpoint.coded import CodedShard
 from megalite.runtime.checkpoint.fragments import SavedBox
 from megalite.runtime.checkpoint.local_copies import bring
-from megalite.runtime.checkpoint.manifest import Manifest, TensorEntry, box_key, commit_text, manifest_text
+from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key, commit_text, manifest_text
 from megalite.runtime.checkpoint.safetensors_io import (
     ITEM_SIZE,
     BadCheckpoint,
@@ -27,6 +28,7 @@ from megalite.runtime.checkpoint.safetensors_io import (
     parse_header,
     read_exactly,
 )
+from megalite.runtime.places.disk import write_file
 
 
 def base_folder(difference: Path, base: tuple[str, str]) -> Path:
@@ -139,6 +141,25 @@ class Base:
         for fd, _ in self._open.values():
             os.close(fd)
         self._open.clear()
+
+
+def write_whole(shard: Path, file: FileEntry, base: Base, after_block: Callable[[], None]) -> FileEntry:
+    """Write a difference again as the safetensors file that it stands for; remove it, and return the file's entry.
+
+    Raises:
+        BadCheckpoint: the base cannot be read.
+    """
+    fd = open_inside(shard.parent, shard.name)
+    try:
+        header = bytearray(file.header)
+        read_exactly(fd, memoryview(header), 0, shard)
+        coded = CodedShard(shard, file, fd, partial(base.bytes_at, boxes_of_header(shard, header)))
+        whole = shard.with_suffix(".safetensors")
+        size, crcs = write_file(whole, chain([bytes(header)], coded.plain()), after_block)
+    finally:
+        os.close(fd)
+    shard.unlink()
+    return FileEntry(whole.name, size, file.header, tuple(crcs))
 
 
 def boxes_of_header(path: Path, data: bytearray) -> list[tuple[int, SavedBox]]:

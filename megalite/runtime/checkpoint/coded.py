@@ -151,6 +151,11 @@ class CodedShard:
             buffer[done : done + len(part)] = part
             done += len(part)
 
+    def plain(self) -> Iterator[bytes]:
+        """Yield the plain bytes of the body, in order; raises as `read`."""
+        for number in range(len(self._sums)):
+            yield bytes(self._piece(number))
+
     def check(self) -> None:
         """Decode all pieces; raises as `read`."""
         for number in range(len(self._sums)):

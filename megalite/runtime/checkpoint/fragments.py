@@ -116,19 +116,23 @@ def wait_for_fragments(
     return fragments
 
 
+def file_of(fragment: dict[str, Any]) -> FileEntry:
+    """Return the manifest's entry of the shard that a fragment is about."""
+    f = fragment["file"]
+    return FileEntry(f["name"], f["size"], f["header"], tuple(f["crc32"]), f.get("plain"))
+
+
 def assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:
     """Make the manifest of a save from its head and the fragments of all ranks."""
     files: list[FileEntry] = []
     boxes: dict[tuple[str, str, str, tuple[int, ...]], list[tuple[int, Slice]]] = {}
     for number, fragment in enumerate(fragments):
-        f = fragment["file"]
-        files.append(FileEntry(f["name"], f["size"], f["header"], tuple(f["crc32"]), f.get("plain")))
+        files.append(file_of(fragment))
         for saved in map(SavedBox.from_json, fragment["boxes"]):
             boxes.setdefault(saved[:4], []).append((number, saved.box))
     tensors: dict[str, dict[str, TensorEntry]] = {}
     for (kind, name, dtype, shape), located in boxes.items():
         tensors.setdefault(kind, {})[name] = TensorEntry(dtype, shape, tuple(located))
-    # A rank that could not read the base has written its shard whole.
     bases = {tuple(fragment["base"]) for fragment in fragments if fragment.get("base")}
     if len(bases) > 1:
         raise BadCheckpoint("fragments", f"name {len(bases)} bases", "two jobs are writing here: end one")

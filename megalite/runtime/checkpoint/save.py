@@ -313,12 +313,14 @@ class Checkpointer:
                 save.stalled += time.perf_counter() - begun
                 self._log_commit(save)
             self._claim.add(save.name)
-            if save.name == model_name(save.step):
-                self._whole = save.base or save.name
-                self._differences = self._differences + 1 if save.base else 0
+            # What rank 0 knows counts (`_begin`): its writer tells whether the base could be read.
+            if rank0 and save.name == model_name(save.step):
+                refers = bool(self._writer.answer("base"))
+                self._whole = save.base if refers else save.name
+                self._differences = self._differences + 1 if refers else 0
             return True
         self._claim.failed()
-        # Its base may be damaged.
+        # Its base may be gone.
         self._whole = ""
         if rank0:
             shutil.rmtree(save.temporary, ignore_errors=True)

@@ -221,7 +221,7 @@ class WriterProcess:
         return self._answer.get("error", "") if self._answer else ""
 
     def answer(self, key: str) -> list[str]:
-        """Return a list of the writer's answer: "moved", "problems"."""
+        """Return a list of the writer's answer: "moved", "problems", "base"."""
         return self._answer.get(key, []) if self._answer else []
 
     @property

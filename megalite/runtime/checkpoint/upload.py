@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +22,10 @@ from typing import Any
 from megalite.core.base.errors import UserError, describe
 from megalite.runtime.checkpoint.base import base_folder
 from megalite.runtime.checkpoint.fragments import assemble, fragment_name, fragment_text, wait_for_fragments
-from megalite.runtime.checkpoint.manifest import Manifest, commit_text, committable
+from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, commit_text, committable
 from megalite.runtime.checkpoint.pruning import Keep
+from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
+from megalite.runtime.places.disk import BLOCK
 from megalite.runtime.places.names import step_of, store_name
 from megalite.runtime.places.place import COMMIT, MANIFEST, Save
 from megalite.runtime.places.store import Store, StoreError
@@ -238,13 +241,27 @@ def commit_part(place: StorePlace, part: Part, patience: float) -> list[str]:
 
 
 def _upload_whole(place: StorePlace, part: Part) -> list[str]:
-    """Upload a checkpoint that an earlier process of the run has committed on the local disk."""
+    """Upload a checkpoint that an earlier process of the run has committed on the local disk.
+
+    Raises:
+        BadCheckpoint: it is damaged by now.
+    """
     here = Path(f"/dev/fd/{part.descriptor}")
     data = (here / MANIFEST).read_bytes()
     manifest = Manifest.from_json(data, str(here))
     for entry in manifest.files:
+        _check_shard(here, entry)
         place.store.upload(f"{part.name}/{entry.name}", str(here / entry.name), entry.size)
     return _publish(place, part, manifest, data, commit_text(data), [])
+
+
+def _check_shard(folder: Path, entry: FileEntry) -> None:
+    """Refuse a shard that has been damaged since it was committed: the store must not get it as a whole one."""
+    with (folder / entry.name).open("rb") as file:
+        for block, crc in enumerate(entry.crc32):
+            if zlib.crc32(file.read(BLOCK)) != crc:
+                rule = f"block {block} differs from its checksum (CRC32)"
+                raise BadCheckpoint(str(folder.resolve() / entry.name), rule)
 
 
 def _publish(
@@ -270,7 +287,7 @@ def _send_base(place: StorePlace, job: dict[str, Any], base: tuple[str, str]) ->
     """Commit a difference's base first if the store has none: a later save may have replaced it, or its upload failed.
 
     Raises:
-        BadCheckpoint: it is not on the local disk either.
+        BadCheckpoint: it is not on the local disk either, or damaged there.
     """
     name, sha256 = base
     if place.snapshot(name, sha256):

@@ -17,19 +17,26 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megalite.runtime.base.child import readable, writable
 from megalite.runtime.base.collector import without_collector
 from megalite.runtime.base.waits import on_wait
-from megalite.runtime.checkpoint.base import Base
+from megalite.runtime.checkpoint.base import Base, base_folder, write_whole
 from megalite.runtime.checkpoint.coded import encode
-from megalite.runtime.checkpoint.fragments import SavedBox, assemble, fragment_name, fragment_text, wait_for_fragments
+from megalite.runtime.checkpoint.fragments import (
+    SavedBox,
+    assemble,
+    file_of,
+    fragment_name,
+    fragment_text,
+    wait_for_fragments,
+)
 from megalite.runtime.checkpoint.manifest import FileEntry, box_key, committable
 from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.safetensors_io import ITEM_SIZE, BadCheckpoint, make_header
@@ -42,6 +49,8 @@ from megalite.runtime.places.place import Save
 _SIGN_S = 5.0
 # The answer of a writer that was asked to abandon its job.
 ABANDONED = "another rank's write failed"
+
+_T = TypeVar("_T")
 
 
 class _AbandonedSave(Exception):
@@ -175,28 +184,30 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
     header, begins = make_header((key, b.dtype, b.box.shape) for key, b in zip(keys, boxes))
     data = memoryview(buffer)[: job["num_bytes"]] if buffer is not None else memoryview(b"")
     items = [(begins[key] - len(header), ITEM_SIZE[b.dtype]) for key, b in zip(keys, boxes)]
+    placed = [(at, box) for (at, _), box in zip(items, boxes)]
     coded = job["code"] != "none"
-    base, problem = _open_base(job)
-    of_base = partial(base.bytes_at, [(at, box) for (at, _), box in zip(items, boxes)]) if base is not None else None
-    body: Iterable[bytes | memoryview] = encode(data, items, of_base) if coded else [data]
     plain = len(header) + len(data) if coded else None
     path = temporary / f"{stem}.{'coded' if coded else 'safetensors'}"
     if not _has_all_parts(job):
         temporary.mkdir(exist_ok=True)
+
+    def write(base: Base | None) -> tuple[int, list[int]]:
+        of_base = partial(base.bytes_at, placed) if base is not None else None
+        body: Iterable[bytes | memoryview] = encode(data, items, of_base) if coded else [data]
+        return write_file(path, chain([header], body), lambda: _check_parent(channel))
+
     try:
-        size, crcs = write_file(path, chain([header], body), lambda: _check_parent(channel))
+        (size, crcs), base, problem = _write_with_base(job, path, write)
     except OSError as e:
         e.filename = e.filename or str(path)
         raise
     finally:
         data.release()
-        if base is not None:
-            base.close()
     fragment = {
         "save_id": job["save_id"],
         "file": FileEntry(path.name, size, len(header), tuple(crcs), plain).to_json(),
         "boxes": [b._replace(box=replace(b.box, at=begins[key])).to_json() for key, b in zip(keys, boxes)],
-        "base": [base.path.name, base.sha256] if base is not None else None,
+        "base": base,
         "problem": problem,
     }
     if not _has_all_parts(job):
@@ -213,12 +224,38 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
     return part
 
 
-def _open_base(job: dict[str, Any]) -> tuple[Base | None, str]:
-    """Open the base of a difference; None: the save is whole, or becomes whole because of a problem with its base."""
+def _write_with_base(
+    job: dict[str, Any], path: Path, write: Callable[[Base | None], _T]
+) -> tuple[_T, list[str] | None, str]:
+    """Write a shard as a difference of the job's base; whole, if the job has none or its base cannot be read.
+
+    Returns:
+        What `write` has returned, [name, SHA-256] of the base if it is a difference, and the problem with the base.
+    """
+    if not job.get("base"):
+        return write(None), None, ""
     try:
-        return (Base.at(Path(job["root"]) / job["base"]) if job.get("base") else None), ""
+        base = Base.at(Path(job["root"]) / job["base"])
+        with contextlib.closing(base):
+            return write(base), [base.path.name, base.sha256], ""
     except BadCheckpoint as e:
-        return None, f"rank {job['rank']} wrote it whole, because its base cannot be read: {e}"
+        path.unlink(missing_ok=True)
+        return write(None), None, f"it is whole, because rank {job['rank']} cannot read its base: {e}"
+
+
+def _drop_base(job: dict[str, Any], fragments: Iterable[dict[str, Any]], channel: socket.socket) -> None:
+    """Write the shards again that are differences, if another rank could not read their base: it is damaged.
+
+    Raises:
+        BadCheckpoint: nor can it be read for these shards.
+    """
+    parts = Path(job["temporary"])
+    with contextlib.closing(Base.at(Path(job["root"]) / job["base"])) as base:
+        for fragment in fragments:
+            if fragment["base"]:
+                file = file_of(fragment)
+                whole = write_whole(parts / file.name, file, base, lambda: _check_parent(channel))
+                fragment |= {"base": None, "file": whole.to_json()}
 
 
 def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
@@ -233,17 +270,21 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
         return RuntimeError(f"{place.root / name} belongs to another save: two jobs are writing here")
 
     fragments = wait_for_fragments(place, save, job["world"], wait, foreign)
+    # A base that cannot be read concerns all ranks: one line tells of it.
+    problems = [text for fragment in fragments.values() if (text := fragment["problem"])][:1]
+    if problems and any(fragment["base"] for fragment in fragments.values()):
+        _drop_base(job, fragments.values(), channel)
     with without_collector():
         manifest = assemble(job["manifest"], list(fragments.values()))
+    if manifest.base is not None:
+        base_folder(place.root / save.name, manifest.base)
     for name in fragments:
         (place.root / name).unlink()
     if other := place.taken_by(job["owner"]):
         raise RuntimeError(f"the folder has been taken by {other}")
     texts = committable(manifest)
     moved = place.publish(save, *texts, job["aside"])
-    # A base that is gone is so for all ranks: one line tells of it.
-    problems = [text for fragment in fragments.values() if (text := fragment.get("problem"))][:1]
     if job["full"]:
         problems += place.tidy(save.name, partial(Keep.from_job(job).staying, place))
     size = sum(file.size for file in manifest.files) + sum(map(len, texts))
-    return {"ok": True, "moved": moved, "problems": problems, "bytes": size}
+    return {"ok": True, "moved": moved, "problems": problems, "bytes": size, "base": manifest.base or []}

@@ -1,12 +1,17 @@
-"""Weights for the tests of differences, and what a snapshot of them loads."""
+"""Weights for the tests of differences, and what a snapshot holds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from megalite.core.base.slices import Slice
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.sharding import ParamSpec, StateTensor
-from megalite.runtime.checkpoint.load import load_checkpoint
+from megalite.runtime.checkpoint.load import load_checkpoint, weights_of
+from megalite.runtime.checkpoint.manifest import read_manifest
+from megalite.runtime.checkpoint.reader import ShardReader
 from megalite.runtime.checkpoint.save import Checkpointer
 from tests.faults import checkpoint_states as cs
 
@@ -33,6 +38,25 @@ def loaded(path: Path, rank: int = 0, tp: int = 1) -> bytes:
     states = [s for s in cs.states_at(-1, rank, tp, SPECS) if s.role == "master"]
     load_checkpoint(path, states, ParallelContext.single())
     return b"".join(state.flat.numpy().tobytes() for state in states)
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Each weight of a snapshot, as bits, as one process reads it after all checksums are verified."""
+    reader, out = ShardReader(path, read_manifest(path)), {}
+    reader.verify()
+    for name, entry in weights_of(reader.manifest, path).items():
+        weight = torch.empty(entry.shape, dtype=torch.bfloat16)
+        reader.read(entry, Slice((0,) * len(entry.shape), entry.shape, 0), weight)
+        out[name] = weight.view(torch.int16)
+    reader.close()
+    return out
+
+
+def assert_same(path: Path, expected: Path) -> None:
+    """Two snapshots have the same weights, to the bit."""
+    found, wanted = tensors(path), tensors(expected)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == [], path
 
 
 def save(

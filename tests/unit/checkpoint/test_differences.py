@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import mmap
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,9 @@ from megalite.extras.convert.hf import export_hf
 from megalite.extras.view.checkpoint import describe
 from megalite.extras.view.flatten import flatten
 from megalite.runtime.checkpoint.manifest import commit_text, read_manifest
-from megalite.runtime.checkpoint.save import Checkpointer
+from megalite.runtime.checkpoint.save import Checkpointer, _Save
+from megalite.runtime.checkpoint.snapshot import boxes_of
+from megalite.runtime.checkpoint.writer import _serve
 from tests.faults import checkpoint_states as cs
 from tests.unit.checkpoint.differences import loaded, save, weights
 from tests.workers import WorkerPool
@@ -168,16 +175,96 @@ def test_a_base_that_vanishes_makes_the_next_snapshot_whole(
 
 
 def test_a_save_after_one_that_failed_is_whole(saved: Path, tmp_path: Path) -> None:
-    """The base of the one that failed may be damaged."""
     checkpointer = Checkpointer(tmp_path, CTX, "run", on_error="warn", delta=5)
     checkpointer.save_model(1, weights(1), {"step": 1})
-    shard = tmp_path / "model_00000001" / "rank_00000.coded"
-    shard.write_bytes(shard.read_bytes()[:-1])
+    writer = checkpointer._writer.process
+    resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     assert checkpointer.save_model(2, weights(2), {"step": 2}) is None
+    resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     path = checkpointer.save_model(3, weights(3), {"step": 3})
     checkpointer.close()
     assert path is not None
+    assert read_manifest(path).base is None
     assert loaded(path) == loaded(saved / "whole" / path.name)
+
+
+def damage(shard: Path, how: str) -> None:
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data if how == "flipped" else data[:-1])
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut"])
+def test_a_base_that_turns_out_damaged_makes_the_snapshot_whole(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """The one that is being written; the next ones refer to that."""
+    checkpointer = Checkpointer(tmp_path, CTX, "run", delta=5)
+    checkpointer.save_model(1, weights(1), {"step": 1})
+    damage(tmp_path / "model_00000001" / "rank_00000.coded", how)
+    for step in (2, 3):
+        checkpointer.save_model(step, weights(step), {"step": step})
+    checkpointer.close()
+    shutil.rmtree(tmp_path / "model_00000001")
+    bases = [read_manifest(tmp_path / f"model_0000000{step}").base for step in (2, 3)]
+    assert [base and base[0] for base in bases] == [None, "model_00000002"]
+    for name in ("model_00000002", "model_00000003"):
+        assert loaded(tmp_path / name) == loaded(saved / "whole" / name)
+    assert caplog.text.count("rank_00000.coded") == 1, "one line tells of it"
+
+
+def save_beside_damage(rank: int, world: int, root: str) -> None:
+    checkpointer = Checkpointer(root, cs.context(world), "run", delta=5)
+    checkpointer.save_model(1, weights(1, rank, world), {"step": 1})
+    if rank == 1:
+        damage(Path(root) / "model_00000001" / "rank_00001.coded", "flipped")
+    for step in (2, 3):
+        checkpointer.save_model(step, weights(step, rank, world), {"step": step})
+    checkpointer.close()
+
+
+def test_a_base_that_one_rank_finds_damaged_makes_all_shards_whole(
+    saved: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Its own, and those of ranks that read other parts of the base."""
+    root = tmp_path / "run"
+    pool.run(2, save_beside_damage, 2, str(root))
+    shutil.rmtree(root / "model_00000001")
+    for step, base in ((2, None), (3, "model_00000002")):
+        path = root / f"model_0000000{step}"
+        assert (read_manifest(path).base or [None])[0] == base
+        assert "all checksums are correct" in "\n".join(describe(path, verify=True))
+        assert loaded(path) == loaded(saved / "whole" / path.name)
+    assert not list(root.glob(".tmp_*"))
+
+
+def test_a_base_that_is_gone_at_the_commit_fails_the_save(tmp_path: Path) -> None:
+    """A shard that nothing could decode is written by then."""
+    save(tmp_path, [1], 5)
+    checkpointer = Checkpointer(tmp_path, CTX, "run", delta=5)
+    boxes = [box for box, _ in boxes_of(weights(2), "model")]
+    size = sum(box.num_bytes for box in boxes)
+    named = checkpointer._make_job(
+        _Save("model_00000002", 2, tmp_path / ".tmp_model_00000002_a", 0.0, ""), "a", 2, {}, False
+    )
+    checkpointer.close()
+    Path(named["temporary"]).mkdir()
+    common = {**named, "world": 2, "capacity": size}
+    parts = [
+        {**common, "base": "model_00000001", "num_bytes": size, "boxes": [box.to_json() for box in boxes]},
+        {**common, "rank": 1, "num_bytes": 0, "boxes": []},
+    ]
+    ours, theirs = socket.socketpair()
+    with ours, theirs, mmap.mmap(-1, size) as buffer, ThreadPoolExecutor(1) as threads:
+        committed = threads.submit(_serve, parts[0], buffer, theirs)
+        deadline = time.monotonic() + 240
+        while not (Path(named["temporary"]) / "rank_00000.json").exists():
+            assert time.monotonic() < deadline, committed
+            time.sleep(0.01)
+        shutil.rmtree(tmp_path / "model_00000001")
+        assert _serve(parts[1], None, theirs) == {"ok": True}
+        assert "model_00000001: is the base of model_00000002, and is missing" in committed.result()["error"]
+    assert not list(tmp_path.glob("model_*"))
 
 
 def test_a_run_killed_while_it_writes_a_difference_leaves_the_earlier_ones(saved: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 from megalite.core.mesh.context import ParallelContext
 from megalite.extras.command import find_main
 from megalite.runtime.checkpoint import local_copies, upload
-from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.checkpoint.mirror import Mirror
 from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
@@ -87,17 +86,28 @@ def test_a_base_that_has_not_arrived_is_sent_before_its_difference(run: Run, tmp
     run.checkpointer.close()
 
 
-def test_a_difference_without_its_base_is_not_committed(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("missing", "model_00000001: is the base of model_00000002, and is missing"),
+        ("damaged", "model_00000001/rank_00000.coded: block 0 differs from its checksum"),
+    ],
+)
+def test_a_difference_without_its_base_is_not_committed(run: Run, how: str, said: str) -> None:
     for step in (1, 2):
         run.save(step)
     run.checkpointer.close()
-    base = read_manifest(run.root / "model_00000002").base
-    assert base is not None
-    for folder in (run.there(1), run.root / "model_00000001", run.there(2)):
+    base = run.root / "model_00000001"
+    for folder in (run.there(1), run.there(2)):
         shutil.rmtree(folder)
+    if how == "missing":
+        shutil.rmtree(base)
+    else:
+        shard = base / "rank_00000.coded"
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
     job = {"root": str(run.root), "name": "model_00000002", "save_id": "0" * 16, "full": False, "remote": {}}
     part = upload.Part(job, os.open(run.root / "model_00000002", os.O_RDONLY), {})
-    with pytest.raises(BadCheckpoint, match="model_00000001: is the base of model_00000002, and is missing"):
+    with pytest.raises(BadCheckpoint, match=said):
         upload._upload_whole(StorePlace(Store(run.url)), part)
     part.close()
     assert not list(run.far.glob("model_*/COMMIT"))

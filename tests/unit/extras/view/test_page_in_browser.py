@@ -36,6 +36,16 @@ FLAGS = """
     --eval-every 2 --save-every 2 --keep-best 1 --record-schedule 3:6
 """
 
+# Of further layouts, on four ranks: what ZeRO 2 and 3 cut besides, and a pipeline in the shape of a V.
+DENSE = """
+    --arch llama --num-layers 4 --hidden-size 32 --num-heads 4 --vocab-size 256 --seq-len 16 --mock-data --device cpu
+    --micro-batch-size 1 --global-batch-size 8 --train-steps 6 --lr 1e-3 --save-every 6
+"""
+LAYOUTS = {
+    "zero2-zb-v": "--pp 2 --vp 2 --schedule zb-v --zero 2 --record-schedule 3:6",
+    "zero3-tp2": "--tp 2 --zero 3 --zero-whole-below 500",
+}
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -230,6 +240,64 @@ def test_what_each_rank_owns_is_what_it_wrote(seen: Seen, run: Path) -> None:
             assert count == expected or (replicated and rank % 2 and expected == 0), (rank, name)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_of_other_layouts(browser: Any, zygote: Zygote, tmp_path: Path, layout: str) -> None:
+    run, out = tmp_path / "run", tmp_path / "run.html"
+    flags = [*DENSE.split(), *LAYOUTS[layout].split(), "--run-dir", str(run)]
+    assert codes(zygote.start(flags, 4, tmp_path).end()) == [0] * 4
+    main([str(run), "--html", str(out)])
+    it = Seen(browser, out.as_uri())
+    it.open("grid")
+    tensors = manifest(run)["tensors"]["exp_avg"]
+    for rank in range(4):
+        it.page.click(f'[data-rank="{rank}"]')
+        rows = it.rows("params")
+        # The first of tp's ranks writes what tp does not cut.
+        shared = {row[0] for row in rows if "norm" in row[0] and "tp" in layout and rank % 2}
+        expected = {name: owned(run, "exp_avg", name).get(rank, 0) for name in tensors}
+        assert {row[0]: elements(row[5]) for row in rows if row[0] not in shared} == {
+            row[0]: expected[row[0]] for row in rows if row[0] not in shared
+        }
+        for name, whole, _, weights, grads, share, _ in rows:
+            own, all_of_it = 4 * elements(share), 4 * math.prod(map(int, whole.split(" × ")))
+            if layout == "zero2-zb-v":
+                assert (size(weights), size(grads)) == pytest.approx((all_of_it, own), rel=0.005), name
+            elif "norm" not in name:
+                assert (size(weights), size(grads)) == pytest.approx((own, own), rel=0.005), name
+    if layout == "zero2-zb-v":
+        assert [row[1:] for row in it.rows("stages")] == [["0, 3", "0, 3", "0, 1"], ["1, 2", "1, 2", "2, 3"]]
+        it.open("schedule")
+        step = int(re.search(r"step (\d+)", it.page.inner_text("main"))[1])  # type: ignore[index]
+        for rank in range(2):
+            lines = (run / f"schedule/pipeline_rank_{rank}.jsonl").read_text().splitlines()[1:]
+            (ops,) = [line["ops"] for line in map(json.loads, lines) if line["step"] == step]
+            waits = [1e3 * (ready - begun) for name, begun, ready, _ in ops if name[0] in "FBIW"]
+            # Forward, gradient of the input and of the weights of four micro-batches in two stages.
+            assert len(waits) == 4 * 2 * 3
+            shown = [float(row[4].replace(",", "")) for row in it.rows("ops-measured") if row[0] == f"pp{rank}"]
+            assert shown == pytest.approx(waits, rel=1e-3, abs=2e-3)
+    else:
+        held = []
+        for zero in range(4):
+            it.select("Shown at", str(zero))
+            held.append([size(text) for text in re.findall(r"[\d.,]+ k?B", it.page.inner_text("#held"))])
+        # fp32 weights are the masters: 4 bytes each of weights and gradients, 8 of moments; dp 2, and norms whole.
+        n = held[0][0] / 4
+        sums = [(4, 4, 8), (4, 4, 4), (4, 2, 4), (2, 2, 4)]
+        assert held == [pytest.approx([k * n for k in each], rel=0.02) for each in sums]
+    for view in VIEWS:
+        it.open(view)
+        assert not {"undefined", "NaN", "[object"} & set(re.split(r"\s", it.page.inner_text("main")))
+    assert (it.said, it.asked) == ([], [out.as_uri()])
+    it.context.close()
+
+
+def size(shown: str) -> float:
+    """Bytes that a cell speaks of: "12.3 kB"."""
+    number, unit = shown.split(" ")
+    return float(number.replace(",", "")) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]
+
+
 def test_every_view_opens_by_keyboard_in_both_languages_on_a_phone_in_the_dark(browser: Any, html: Path) -> None:
     for locale, scheme, word in (("zh-CN", "dark", "曲线"), ("en-US", "light", "Curves")):
         it = Seen(browser, html.as_uri(), viewport={"width": 390, "height": 800}, locale=locale, color_scheme=scheme)
@@ -298,16 +366,52 @@ def test_pictures_have_what_they_say(seen: Seen, run: Path) -> None:
             for (let i = 0; i < d.length; i += 4) colors.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);
             return colors.size > 3; }"""
         )
+
+
+def test_every_collective_is_played_to_its_end(seen: Seen) -> None:
+    """With the bytes of this run: of a whole tensor, each message of a ring or an exchange carries a rank's part."""
     seen.open("messages")
-    seen.select("Operation", seen.page.eval_on_selector_all("main select:last-of-type option", LAST_ALL_REDUCE))
-    for _ in range(14):
-        seen.page.get_by_role("button", name="step", exact=True).click()
-    # After 2 (n - 1) steps of a ring of 8, every rank has every sum.
-    assert "Step 14 of 14" in seen.page.inner_text("#collective")
-    assert seen.page.inner_text("#collective").count("8/8") == 64
+    options = seen.page.locator("label", has_text="Operation").locator("option").all_text_contents()
+    told = {f"{row[0]}: {row[1]}": row for row in seen.rows("messages")}
+    kinds = set()
+    for number, option in enumerate(options):
+        seen.select("Operation", str(number))
+        _, kind, ranks, calls, whole, *_ = told[option]
+        n = int(ranks)
+        said = re.search(r"Step 0 of (\d+): each message carries ([\d.,]+ \w+)\.", seen.page.inner_text("#collective"))
+        assert said is not None
+        parts = int(calls) * (1 if kind == "send" else n)
+        assert size(said[2]) == pytest.approx(size(whole) / parts, rel=0.01)
+        for _ in range(int(said[1])):
+            seen.page.get_by_role("button", name="step", exact=True).click()
+        script = "b => [...b.querySelectorAll('tbody tr')].map(r => [...r.cells].slice(1).map(c => c.textContent))"
+        cells = seen.page.eval_on_selector("#collective", script)
+        done = [[cell in ("✓", f"{n}/{n}") for cell in row] for row in cells]
+        if kind == "reduce_scatter":
+            # Each rank has the whole sum of one piece, each of another.
+            assert sorted(row.index(True) for row in done) == list(range(n))
+            assert sum(map(sum, done)) == n
+        else:
+            assert all(map(all, done)), (option, cells)
+        assert int(said[1]) == {"all_reduce": 2 * (n - 1), "send": 1}.get(kind, n - 1)
+        kinds.add(kind)
+    assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
 
 
-LAST_ALL_REDUCE = "os => os.filter(o => o.textContent === 'world: all_reduce').pop().value"
+def test_the_plan_says_its_bubble_and_its_critical_path(seen: Seen) -> None:
+    seen.open("schedule")
+    rows = [(row[0], float(row[2]), float(row[3]), row[6]) for row in seen.rows("ops-planned")]
+    critical = [(begin, end) for _, begin, end, on_path in rows if on_path == "yes"]
+    last = max(end for _, _, end, _ in rows)
+    # A chain from the beginning to the end: each operation follows another at once, or after one message.
+    assert (min(critical)[0], max(end for _, end in critical)) == (0, last)
+    gaps = [begin - max((end for _, end in critical if end < begin + 1e-3), default=0) for begin, _ in critical]
+    message = max(gaps)
+    assert 0 < message < 0.1 * last
+    assert all(min(gap, message - gap) == pytest.approx(0, abs=1e-2) for gap in gaps), gaps
+    idle = [last - sum(end - begin for lane, begin, end, _ in rows if lane == f"pp{rank}") for rank in range(2)]
+    bubble = min(idle) / (last - min(idle))
+    assert re.search(rf"bubble {100 * bubble:.3g}", seen.page.inner_text("main")), seen.page.inner_text("main")
 
 
 def test_two_runs_lie_over_each_other(browser: Any, run: Path, tmp_path: Path) -> None:
@@ -333,6 +437,53 @@ def test_two_runs_lie_over_each_other(browser: Any, run: Path, tmp_path: Path) -
     it.select("Run of all views", "1")
     it.open("memory")
     assert "could not be made" in it.page.inner_text("main")
+    assert it.said == []
+    it.context.close()
+
+
+NEAR = """([from, to]) => { const out = [];
+const loss = window.megalite.drawn('curves').find(c => c.name === 'loss');
+for (let x = from; x <= to; x++) { const y = loss.valueAt(x, 0); if (typeof y === 'number') out.push(y); }
+return out; }"""
+
+
+def test_a_hundred_thousand_steps_with_every_event(browser: Any, tmp_path: Path) -> None:
+    steps, out = 100_000, tmp_path / "page.html"
+    kinds = ["save", "resume", "recovery", "spike", "rewind", "straggler", "resize", "replay", "nonfinite"]
+    draw = random.Random(7)
+    lines: list[dict[str, Any]] = [{"event": "start", "step": 0}]
+    for step in range(1, steps + 1):
+        size = 64 if step <= 60_000 else 128
+        figures = {
+            "grad_norm": 1 + draw.random(),
+            "lr": 1e-3,
+            "tokens_per_s": 9e5,
+            "memory_gib": 61.0,
+            "data_wait_s": 0.0,
+        }
+        loss = 90.0 if step == 54_321 else 5 / step**0.1 + draw.random()
+        lines.append({"step": step, "loss": loss, "time": 1.7e9 + step, "global_batch_size": size, **figures})
+        if step % 10_000 == 0:
+            # A rewind or a resume leaves what came before it as it is: none goes back here.
+            lines.append({"event": kinds[step // 10_000 - 1] if step < steps else "save", "step": step})
+    run = write(tmp_path / "run", lines)
+    main([str(run), "--html", str(out), "--no-estimate"])
+    assert out.stat().st_size < 3_000_000
+    it = Seen(browser, out.as_uri())
+    shown = it.curve("loss")
+    assert (shown["x"], shown["points"] <= 20_000) == ([1, steps], True)
+    # The peak stands at a step of its bucket.
+    near = it.page.evaluate(NEAR, [54_321 - 44, 54_321 + 44])
+    assert max(near) == 90
+    it.page.focus(".chart")
+    it.page.keyboard.press("Home")
+    it.page.keyboard.press("+")
+    it.page.wait_for_function("() => window.megalite.drawn('curves')[0].x[1] < 100000")
+    # Each kind has a line in the table, and a box that hides its marks.
+    it.page.click("summary >> nth=0")
+    assert {row[2].split()[-1] for row in it.rows("events")} == {*kinds, "start", "batch_size"}
+    boxes = it.page.locator("label:has(input[type=checkbox])").all_text_contents()
+    assert {box.split()[-1] for box in boxes} == {*kinds, "batch_size", "logarithmic"}
     assert it.said == []
     it.context.close()
 
