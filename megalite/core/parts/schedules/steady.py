@@ -45,8 +45,8 @@ def _most_waiting(
     out = []
     for order in compute_orders(name, pp, vp, num_microbatches):
         waiting = most = 0
-        for kind, _, stage, _ in order:
-            waiting += weights[stage] * ((kind == "F") - (kind in "BI"))
+        for op in order:
+            waiting += weights[op.stage] * ((op.kind == "F") - (op.kind in "BI"))
             most = max(most, waiting)
         out.append(most)
     return tuple(out)

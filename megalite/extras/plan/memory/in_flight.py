@@ -65,8 +65,8 @@ def _in_flight(order: Sequence[Op], stages: Sequence[int]) -> InFlight:
     chunks = {stage: chunk for chunk, stage in enumerate(stages)}
     kept, deferred = [0] * len(stages), [0] * len(stages)
     states: dict[PeakState, None] = {}
-    for kind, _, stage, _ in order:
-        chunk = chunks[stage]
+    for op in order:
+        kind, chunk = op.kind, chunks[op.stage]
         if kind == "F":
             kept[chunk] += 1
         states[PeakState(kind, chunk, tuple(kept), tuple(deferred))] = None
