@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
 import pytest
 
+from megalite.core.mesh.collectives import Transfer
 from megalite.runtime.options.run import Config
 from tests.parity.harness import Row, Shape, assert_same_bits, config, ranks_of, trained
 from tests.parity.models import BIASED, MIXTRAL, QWEN, dropped
@@ -56,3 +61,42 @@ def test_pairs_change_no_bit(pool: WorkerPool, name: str) -> None:
     ranks = pool.run(shape[0], trained, cfgs, shape[0])
     for first in range(0, len(cfgs), 2):
         assert_same_bits([rank[first : first + 2] for rank in ranks])
+
+
+def noted(rank: int, cfg: Config, world: int) -> list[str]:
+    """Of one step, what a rank sends to experts and back and what arrives, by the kind of pass."""
+    log = list[str]()
+    go, go_back, finish = Transfer.go, Transfer.go_back, Transfer.finish
+
+    def noting(words: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted_call(self: Any, given: Any) -> Any:
+            result = call(self, given)
+            if self._in_turns:
+                log.append(words.format(given))
+            return result
+
+        return noted_call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transfer, "go", noting("F sent", go))
+        patch.setattr(Transfer, "go_back", noting("B sent", go_back))
+        patch.setattr(Transfer, "finish", noting("{} arrived", finish))
+        trained(rank, [cfg], world, steps=1)
+    return log
+
+
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
+def test_each_exchange_travels_while_the_other_pass_runs(pool: WorkerPool, dispatch: str) -> None:
+    """All but those of the first forward and the last backward pass, and in one order on all ranks."""
+    shape = ranks_of(2, ep=2)
+    (_, paired) = plain_and_paired(shape, (MIXTRAL, 1, {"moe_dispatch": dispatch}, {}))
+    log, other = pool.run(2, noted, paired, 2)
+    assert log == other
+    alone = 2 * MIXTRAL.num_layers
+    first, pairs, last = log[: 2 * alone], log[2 * alone : -2 * alone], log[-2 * alone :]
+    assert first == ["F sent", "F arrived"] * alone
+    assert last == ["B sent", "B arrived"] * alone
+    # Forward and backward passes of three pairs: what is sent by one is followed by what the other has waited for.
+    assert len(pairs) == 3 * 4 * alone
+    for sent, following in pairwise(pairs):
+        assert not sent.endswith("sent") or sent[0] != following[0], pairs
