@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from megalite.core.mesh.collectives import Transfer
 from megalite.runtime.options.run import Config
-from tests.parity.harness import Row, Shape, assert_same_bits, config, ranks_of, trained
-from tests.parity.models import BIASED, MIXTRAL, QWEN, dropped
+from tests.parity import jobs
+from tests.parity.harness import Row, Shape, assert_same_bits, compiled, config, ranks_of, trained
+from tests.parity.models import BIASED, LITE, MIXTRAL, NEXT, QWEN, dropped
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
@@ -36,6 +38,16 @@ ROWS: dict[str, tuple[Shape, list[Row]]] = {
             (dropped(QWEN), 2, EAGER, {"recompute": "full"}),
             (QWEN, 1, INTERLEAVED, {}),
             (MIXTRAL, 1, INTERLEAVED, {"recompute": "selective"}),
+        ],
+    ),
+    "parts": (
+        ranks_of(2, ep=2),
+        [
+            (replace(QWEN, mtp_num_layers=1), 1, {}, {}),
+            (LITE, 1, {}, {}),
+            (NEXT, 1, {}, {}),
+            (dropped(QWEN), 1, {}, {"recompute": "full", "offload": "activations"}),
+            (MIXTRAL, 1, {"moe_memory_factor": 1.0}, {"precision": "fp16", "grad_reduce_dtype": "bf16"}),
         ],
     ),
     "tp 2": (ranks_of(4, ep=2, tp=2), [(QWEN, 1, {}, {}), (QWEN, 0, {"sequence_parallel": False}, {})]),
@@ -100,3 +112,13 @@ def test_each_exchange_travels_while_the_other_pass_runs(pool: WorkerPool, dispa
     assert len(pairs) == 3 * 4 * alone
     for sent, following in pairwise(pairs):
         assert not sent.endswith("sent") or sent[0] != following[0], pairs
+
+
+@pytest.mark.full
+def test_compiled_blocks(pool: WorkerPool) -> None:
+    shape = ranks_of(2, ep=2)
+    cfgs = [
+        jobs.with_train(cfg, compile=True)
+        for cfg in plain_and_paired(shape, (replace(MIXTRAL, num_layers=2), 1, {}, {}))
+    ]
+    assert_same_bits(pool.run(2, compiled, cfgs, 2, 4))
