@@ -10,6 +10,7 @@ import pytest
 
 from megalite.core.base.errors import UserError
 from megalite.core.options.model import ModelConfig
+from megalite.core.options.parallel import SCHEDULES
 from megalite.core.parts.options.expert_options import choose_dispatch
 from megalite.runtime.options.cli import parse, to_yaml
 
@@ -26,6 +27,16 @@ REFUSED = {
     "--num-experts 8 --moe-ffn-size 48 --hidden-size 128 --seq-len 128 --fp8 mxfp8 --fp8-emulate --precision bf16": (
         "48 inner features of an expert on a rank: must be divisible by 32"
     ),
+    "--moe-overlap": "--moe-overlap: needs a model with experts; give",
+    f"{EXPERTS} --moe-overlap": "--moe-overlap with --ep 1: there is no exchange to hide",
+    f"{EXPERTS} --ep 2 --moe-overlap --zero 3": "--moe-overlap with --zero 3: a layer's weights are released",
+    **{
+        f"{EXPERTS} --ep 2 --moe-overlap --schedule {name}": f"--moe-overlap with --schedule {name}: runs no forward"
+        for name in SCHEDULES
+        if not name.endswith("-overlap")
+    },
+    "--schedule 1f1b-overlap": "--schedule 1f1b-overlap: runs micro-batches in pairs",
+    f"{EXPERTS} --ep 2 --schedule interleaved-overlap --vp 2": "give --moe-overlap, or another schedule",
     f"{EXPERTS} --moe-topk 1": "--moe-topk 1: renormalized, its weight is always 1",
     f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01": "there is no balance loss to weigh",
     f"{EXPERTS} --moe-router-enable-expert-bias": "--moe-router-enable-expert-bias: is added to sigmoids",

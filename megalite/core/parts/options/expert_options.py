@@ -184,9 +184,10 @@ def _check_overlap(cfg: StepConfig) -> None:
     """Check what `--moe-overlap` runs with."""
     p = cfg.parallel
     pairs = [name for name, schedule in SCHEDULES.items() if schedule.pairs]
-    if not p.moe_overlap:
-        rule = "runs micro-batches in pairs, of which one computes while the other exchanges tokens of experts"
-        require(p.schedule not in pairs, f"--schedule {p.schedule}", rule, "give --moe-overlap, or another schedule")
+    rule = "runs micro-batches in pairs, of which one computes while the other exchanges tokens of experts"
+    given = f"--schedule {p.schedule}"
+    require(p.moe_overlap or p.schedule not in pairs, given, rule, "give --moe-overlap, or another schedule")
+    if not p.moe_overlap or cfg.model.num_experts is None:
         return
     require(p.ep > 1, "--moe-overlap with --ep 1", "there is no exchange to hide", "raise --ep, or drop it")
     rule = f"runs no forward pass beside a backward pass, as {' and '.join(pairs)} do"
