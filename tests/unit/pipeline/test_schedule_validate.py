@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from megalite.core.options.step import StepConfig
 from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.simulate import MODES, DeadlockError, simulate
 from megalite.core.parts.schedules.validate import InvalidScheduleError, validate
-from megalite.core.pipeline.schedule import Costs, Op, build_schedule, lower
+from megalite.core.pipeline.schedule import Costs, Op, build_schedule, lower, needed_by
 from tests.rows import always_run
 
 
@@ -152,7 +153,7 @@ def test_every_deletion_doubling_and_retargeting_is_refused(configuration):
                     validate(_with_program(schedule, rank, mutant), modes=["free"])
 
 
-@pytest.mark.parametrize("configuration", PAIRED)
+@pytest.mark.parametrize("configuration", [*PAIRED, ("1f1b", 2, 1, 4)])
 def test_only_a_forward_beside_a_backward_pass_of_another_micro_batch_is_a_pair(configuration):
     """A mark at any op of any rank is refused unless that is what it marks."""
     schedule = build_schedule(*configuration)
@@ -169,7 +170,24 @@ def test_only_a_forward_beside_a_backward_pass_of_another_micro_batch_is_a_pair(
                 continue
             with pytest.raises(InvalidScheduleError):
                 validate(mutant)
-    assert marked
+    assert bool(marked) == schedule.name.endswith("-overlap")
+
+
+@pytest.mark.parametrize("configuration", PAIRED[:2])
+def test_a_pair_begins_with_the_inputs_of_both(configuration):
+    """Messages that take long: in time, too, neither pass of a pair has begun before they are there."""
+    simulation = simulate(build_schedule(*configuration), Costs(transfer=3.0))
+    placement = simulation.schedule.placement
+    arrived = {(e.op.kind[1], e.op.stage, e.op.microbatch): e.finish for e in simulation.transfers}
+    begun = {(e.rank, e.op): e.start for e in simulation.compute}
+    waited = 0
+    for rank, program in enumerate(simulation.schedule.programs):
+        for op, following in pairwise(program):
+            needed = needed_by(following, placement.num_stages) if op.beside else None
+            if needed in arrived:
+                assert begun[rank, op] >= arrived[needed]
+                waited += begun[rank, op] == arrived[needed]
+    assert waited
 
 
 def test_a_transfer_within_a_rank_is_refused():
