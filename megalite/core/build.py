@@ -101,7 +101,8 @@ def build_engine(cfg: _C, ctx: ParallelContext) -> Engine[_C]:
 
 def build_executor(stages: Mapping[int, Stage], message: Message, ctx: ParallelContext) -> Executor:
     """Build what runs programs over this rank's stages, by global index; `message`: what they exchange."""
-    return Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
+    activations, gradients = (Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad))
+    return Executor(stages, activations, gradients, ctx.ep.turns)
 
 
 def resolve_ops(cfg: StepConfig, ctx: ParallelContext) -> Ops:

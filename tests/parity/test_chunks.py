@@ -75,10 +75,17 @@ class TestChunks(Feature):
         def of_local_index(self: Any, positions: Any, device: Any) -> Any:
             return make(self, replace(positions, runs=(range(sum(map(len, positions.runs))),)), device)
 
+        def of_others(self: Any, x: torch.Tensor, weights: torch.Tensor, weigh: bool) -> Any:
+            return send(self, x, weights.flip(0), weigh)
+
         return {
             "no chunks": (MicroBatch, "in_chunks", lambda self, sizes: dict.fromkeys(sizes, cut(self, ())[None])),
             "temperature by local index": (Temperature, "__call__", of_local_index),
-            "weights of other tokens": (AllToAll, "send", lambda self, x, weights: send(self, x, weights.flip(0))),
+            "weights of other tokens": (
+                AllToAll,
+                "send",
+                of_others,
+            ),
         }
 
 

@@ -16,18 +16,22 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megalite.core.mesh.by_messages import AllGather, SumOfSlices
 from megalite.core.mesh.context import Axis
+from megalite.core.mesh.turns import Side
 
 T = TypeVar("T")
 MAX = dist.ReduceOp.MAX
 Splits = list[int]
 """Number of rows for each rank of an axis."""
+Starts: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, "Work"]]
+"""Starts a collective of a tensor: (result, work)."""
 
 # torch 2.13 renamed both; the old names warn there, and the new ones do not exist in 2.11.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -189,6 +193,12 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Wor
     return out, reduce_scatter(out, x, axis)
 
 
+def start_exchange(x: torch.Tensor, axis: Axis, sent: Splits, received: Splits) -> tuple[torch.Tensor, Work]:
+    """Start sending the first `sent[0]` rows of `x` to rank 0 of the axis, and so on; returns (what arrives, work)."""
+    out = x.new_empty(sum(received), *x.shape[1:])
+    return out, all_to_all(out, x.contiguous(), axis, received, sent)
+
+
 def start_shift(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
     """Start sending `x` to the next rank of a ring; returns (what the previous one sends, work)."""
     if axis.size == 1:
@@ -257,19 +267,76 @@ class _GatherSequence(torch.autograd.Function):
         return out, None
 
 
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, sent: Splits, received: Splits) -> torch.Tensor:
-        ctx.axis = axis
-        ctx.sent = sent
-        ctx.received = received
-        out = x.new_empty(sum(received), *x.shape[1:])
-        all_to_all(out, x.contiguous(), axis, received, sent).wait()
+class Transfer:
+    """Something on its way over an axis: started, and waited for after work that does not need it.
+
+    In the backward pass its gradient starts where it was waited for, and is waited for where it was started: what ran
+    between the two hides both ways. Where two passes take turns (`Axis.turns`), they do so while they wait.
+
+    Args:
+        axis: the axis.
+        there, back: start the way there of a tensor, and that of its gradient: (result, work).
+        in_turns: whether it takes long enough for another pass to run meanwhile.
+    """
+
+    def __init__(self, axis: Axis, there: Starts, back: Starts, in_turns: bool = True) -> None:
+        self._axis, self._there, self._back, self._in_turns = axis, there, back, in_turns
+        self._work: Work = FinishedWork()
+        self._gradient: torch.Tensor | None = None
+
+    def start(self, x: torch.Tensor) -> torch.Tensor:
+        """Start the way of a tensor; the result is for `wait` alone."""
+        return x if self._axis.size == 1 else _Start.apply(x, self)
+
+    def wait(self, started: torch.Tensor) -> torch.Tensor:
+        """Wait for what `start` has returned."""
+        return started if self._axis.size == 1 else _Wait.apply(started, self)
+
+    def go(self, x: torch.Tensor) -> torch.Tensor:
+        """Start `there`."""
+        out, self._work = self._there(x)
         return out
 
+    def go_back(self, grad: torch.Tensor) -> None:
+        """Start `back`."""
+        self._gradient, self._work = self._back(grad)
+
+    def gradient(self) -> torch.Tensor | None:
+        """Return what has come back; once."""
+        gradient, self._gradient = self._gradient, None
+        return gradient
+
+    def finish(self, side: Side) -> None:
+        """Wait for what was started last, in a pass of this kind."""
+        if self._in_turns:
+            self._axis.turns.hand_over(side)
+        self._work.wait()
+
+
+class _Start(torch.autograd.Function):
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _ExchangeRows.apply(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
+    def forward(ctx: Any, x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        return transfer.go(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        ctx.transfer.finish("B")
+        return ctx.transfer.gradient(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, started: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        transfer.finish("F")
+        return started.view_as(started)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.transfer.go_back(grad)
+        # A gradient must have the shape of what it is for: what comes back has that of x, and goes by the transfer.
+        return grad, None
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -298,7 +365,26 @@ def exchange_rows(x: torch.Tensor, axis: Axis, sent: Splits, received: Splits) -
     Returns:
         What the ranks have sent here, `received[i]` rows from rank i.
     """
-    return x if axis.size == 1 else _ExchangeRows.apply(x, axis, sent, received)
+    exchange = exchange_of(axis, sent, received, in_turns=False)
+    return exchange.wait(exchange.start(x))
+
+
+def exchange_of(axis: Axis, sent: Splits, received: Splits, in_turns: bool = True) -> Transfer:
+    """Make an exchange of rows; for the arguments see `exchange_rows` and `Transfer`."""
+    there, back = (
+        partial(start_exchange, axis=axis, sent=s, received=r) for s, r in ((sent, received), (received, sent))
+    )
+    return Transfer(axis, there, back, in_turns)
+
+
+def gather_of(axis: Axis, in_turns: bool = True) -> Transfer:
+    """Make an all-gather along dimension 0, whose gradient is reduced and scattered."""
+    return Transfer(axis, partial(start_all_gather, axis=axis), partial(start_reduce_scatter, axis=axis), in_turns)
+
+
+def scatter_of(axis: Axis) -> Transfer:
+    """Make a reduce-scatter along dimension 0, whose gradient is gathered."""
+    return Transfer(axis, partial(start_reduce_scatter, axis=axis), partial(start_all_gather, axis=axis))
 
 
 def gather_texts(text: str, axis: Axis, device: torch.device) -> Sequence[str]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megalite.core.base.log import logger
 from megalite.core.mesh.grid import Grid
 from megalite.core.mesh.rendezvous import MIN_TIMEOUT
+from megalite.core.mesh.turns import Turns
 
 # Seconds after which making a group is reported: it takes well under one, and some on thousands of ranks.
 _SLOW_SETUP = 60.0
@@ -32,6 +33,7 @@ class Axis:
         ranks: global ranks on it, in order.
         group: process group; None when size is 1.
         dropped: messages that nobody waits for any more; the next all-gather of the group waits for them.
+        turns: what two passes take that run beside each other, where they wait for exchanges over it.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
     dropped: list[dist.Work] = field(default_factory=list, repr=False, compare=False)
+    turns: Turns = field(default_factory=Turns, repr=False, compare=False)
 
     @cached_property
     def on_gloo(self) -> bool:

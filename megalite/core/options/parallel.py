@@ -42,6 +42,10 @@ class ParallelConfig:
     """How tokens reach experts of other ranks. alltoall: each is sent to its experts; allgather: all tokens go to
     all ranks of --ep, which keeps --ep times the outputs of experts; auto: what sends less, allgather where --ep is
     below --moe-topk."""
+    moe_overlap: bool = False
+    """Run a forward pass beside the backward pass of another micro-batch, so that tokens travel to experts and back
+    while the other pass computes; a rank then holds the activations of more micro-batches. Takes a schedule that
+    pairs them: 1f1b-overlap, or interleaved-overlap with --vp."""
     moe_memory_factor: float = 1.5
     """Rows that a rank's experts get, over those that it sends, up to which memory is planned: where a layer gets more,
     it keeps only the inputs of its experts, and computes them again in backward."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.core.batch import ForwardPass, MicroBatch
 from megalite.core.mesh.collectives import PendingWork
+from megalite.core.mesh.turns import Turns
 from megalite.core.pipeline.observe import Observer
+from megalite.core.pipeline.order import together
 from megalite.core.pipeline.p2p import Channel
 from megalite.core.pipeline.schedule import MAX_SENDS, Op, Program
 
@@ -52,16 +56,27 @@ class Executor:
     Args:
         stages: this rank's stages by global index.
         activations, gradients: channels of the two directions.
+        turns: what the passes of a pair take, where they wait for exchanges.
 
     Attributes:
-        observers: observers of every operation, called in this order.
+        observers: observers of every operation, called in this order. To them a pair is its forward pass, and the
+            backward pass takes no time.
+        around_backward: makes the context of the backward pass of a pair, which runs on another thread: there, nothing
+            is in effect that is so for this thread alone.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], activations: Channel, gradients: Channel) -> None:
+    def __init__(
+        self, stages: Mapping[int, Stage], activations: Channel, gradients: Channel, turns: Turns | None = None
+    ) -> None:
         self.stages = stages
         self.activations = activations
         self.gradients = gradients
+        self.turns = turns or Turns()
         self.observers: tuple[Observer, ...] = ()
+        device = activations.device
+        on_device = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+        self.around_backward: Callable[[], AbstractContextManager[Any]] = on_device
+        self.beside = ThreadPoolExecutor(1, "backward")
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
@@ -72,6 +87,14 @@ class Executor:
             yield
         finally:
             self.observers = before
+
+    @contextmanager
+    def _observed(self, op: Op) -> Iterator[None]:
+        for observer in self.observers:
+            observer.begin(op)
+        yield
+        for observer in self.observers:
+            observer.end(op)
 
     def run(
         self, program: Program, microbatches: Sequence[MicroBatch], step: int, first: int, grad_scale: float = 1.0
@@ -94,12 +117,12 @@ class Executor:
             passes.append(ForwardPass(step, i, training, grad_scale, samples, batch.positions))
             first = samples.stop
         run = _Run(self, microbatches, passes)
-        for op in program:
-            for observer in self.observers:
-                observer.begin(op)
-            run.do(op)
-            for observer in self.observers:
-                observer.end(op)
+        for op, *beside in together(program):
+            with self._observed(op):
+                run.do(op, *beside)
+            for other in beside:
+                with self._observed(other):
+                    pass
         for observer in self.observers:
             observer.finished()
         return run.finish()
@@ -121,7 +144,17 @@ class _Run:
         self.sends: deque[PendingWork] = deque()
         self.loss_shape = torch.Size()
 
-    def do(self, op: Op) -> None:
+    def do(self, op: Op, beside: Op | None = None) -> None:
+        """Run an operation, or a pair."""
+        if beside is not None:
+            executor = self.executor
+
+            def backward() -> None:
+                with executor.around_backward():
+                    self.do(beside)
+
+            executor.turns.run(partial(self.do, op), backward, executor.beside)
+            return
         key = (op.microbatch, op.stage)
         match op.kind:
             case "F":
@@ -202,4 +235,4 @@ class _Run:
 
 def forward_program(program: Program) -> Program:
     """Return the forward operations of a program, for evaluation."""
-    return tuple(op for op in program if op.kind in ("F", "SF", "RF"))
+    return tuple(op._replace(beside=False) for op in program if op.kind in ("F", "SF", "RF"))

@@ -7,7 +7,7 @@ schedules themselves are parts, found by name in `SCHEDULES` of `core.options.pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import NamedTuple
@@ -26,12 +26,15 @@ class Op(NamedTuple):
             will consume the input. "SB": the stage whose input gradient is sent. "RB": the stage that will consume
             the output gradient. So a transfer always names the stage on its own rank.
         peer: pipeline rank of the other side for transfers, None for compute.
+        beside: whether this forward pass and the backward pass after it are a pair, whose exchanges of experts travel
+            while the other one computes. Both have their inputs before it, and pass on their results after it.
     """
 
     kind: str
     microbatch: int
     stage: int
     peer: int | None = None
+    beside: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}{self.microbatch}.{self.stage}" + ("" if self.peer is None else f"@{self.peer}")
@@ -42,6 +45,13 @@ class Op(NamedTuple):
 
 
 Orders = list[list[Op]]
+
+
+def together(ops: Iterable[Op]) -> Iterator[tuple[Op, ...]]:
+    """Yield the ops one by one, and those of a pair together."""
+    following = iter(ops)
+    for op in following:
+        yield (op, next(following)) if op.beside else (op,)
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class Placement:
 class Emitter:
     """Collect one rank's ops from patterns like "F0 I0 W0" (kind, chunk), counting micro-batches automatically.
 
-    "B" and "I" of a chunk share a count.
+    "B" and "I" of a chunk share a count. "F0|B0" is a pair.
     """
 
     def __init__(self, place: Placement, rank: int) -> None:
@@ -93,7 +103,8 @@ class Emitter:
     def add(self, pattern: str, times: int = 1) -> None:
         for _ in range(times):
             for token in pattern.split():
-                self.ops.append(self._next_op(token[0], int(token[1:])))
+                *paired, last = (self._next_op(each[0], int(each[1:])) for each in token.split("|"))
+                self.ops += [*(op._replace(beside=True) for op in paired), last]
 
     def _next_op(self, kind: str, chunk: int) -> Op:
         key = ("B" if kind == "I" else kind, chunk)
@@ -125,6 +136,7 @@ class PipelineSchedule:
         vp: required number of chunks per rank; None: any.
         v_shape: whether the stages are placed in a V (see `Placement`).
         grouped: whether `orders` also takes a group size.
+        pairs: whether it runs forward passes beside backward passes, as `--moe-overlap` asks.
     """
 
     orders: Callable[..., Orders]
@@ -132,3 +144,4 @@ class PipelineSchedule:
     vp: int | None = None
     v_shape: bool = False
     grouped: bool = False
+    pairs: bool = False

@@ -23,7 +23,7 @@ from functools import lru_cache
 
 from megalite.core.base.errors import UserError
 from megalite.core.options.parallel import SCHEDULES
-from megalite.core.pipeline.order import Op, Orders, PipelineSchedule, Placement
+from megalite.core.pipeline.order import Op, Orders, PipelineSchedule, Placement, together
 
 __all__ = ["Costs", "Op", "Placement", "Schedule", "build_schedule"]
 
@@ -245,36 +245,40 @@ def lower(orders: Orders, place: Placement, costs: Costs = _PLAN_COSTS) -> tuple
 
 
 def _plan(orders: Orders, place: Placement, costs: Costs) -> Iterator[tuple[int, int, Op, float, int]]:
-    """Yield (rank, position, op, finish time, dependency level) of every compute op, simulating all ranks."""
+    """Yield (rank, position, op, finish time, dependency level) of every compute op, simulating all ranks.
+
+    A pair is one event: both finish together, when what both need has arrived and the time of both has passed.
+    """
     num_stages = place.num_stages
     arrival: dict[Product, tuple[float, int, int]] = {}  # (finish, level, rank) of the producer
+    ahead = [deque(together(order)) for order in orders]
     position = [0] * len(orders)
     clock = [(0.0, 0)] * len(orders)
     runnable = deque(range(len(orders)))
     waiting: dict[Product, int] = {}
     while runnable:
         rank = runnable.popleft()
-        while position[rank] < len(orders[rank]):
-            op = orders[rank][position[rank]]
+        while ahead[rank]:
+            ops = ahead[rank][0]
             start, level = clock[rank]
-            needed = needed_by(op, num_stages)
-            if needed is not None:
-                if needed not in arrival:
-                    waiting[needed] = rank
-                    break
-                made, made_level, source = arrival[needed]
+            all_needed = [needed for op in ops if (needed := needed_by(op, num_stages)) is not None]
+            missing = [needed for needed in all_needed if needed not in arrival]
+            if missing:
+                waiting[missing[0]] = rank
+                break
+            for made, made_level, source in map(arrival.__getitem__, all_needed):
                 far = source != rank
                 start = max(start, made + costs.transfer * far)
                 level = max(level, made_level + far)
-            finish, level = start + costs.of(op), level + 1
-            yield rank, position[rank], op, finish, level
-            clock[rank] = finish, level
-            position[rank] += 1
-            product = product_of(op, num_stages)
-            if product is not None:
-                arrival[product] = finish, level, rank
-                if product in waiting:
-                    runnable.append(waiting.pop(product))
-    stuck = [str(orders[rank][i]) for rank, i in enumerate(position) if i < len(orders[rank])]
+            clock[rank] = finish, level = start + sum(map(costs.of, ops)), level + 1
+            for op in ahead[rank].popleft():
+                yield rank, position[rank], op, finish, level
+                position[rank] += 1
+                product = product_of(op, num_stages)
+                if product is not None:
+                    arrival[product] = finish, level, rank
+                    if product in waiting:
+                        runnable.append(waiting.pop(product))
+    stuck = [str(ops[0][0]) for ops in ahead if ops]
     if stuck:
         raise ValueError(f"the compute orders wait for each other in a cycle, stuck at {', '.join(stuck)}")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from megalite.core import ops as kernels
 from megalite.core.base.dtypes import DTYPES
@@ -134,6 +136,7 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
         ctx = ParallelContext.create(grid, device)
         tracker.start("building the engine")
         engine = build_engine(cfg, ctx)
+        engine.executor.around_backward = partial(_entered, _get_current_dispatch_mode_stack())
         building = tracker.finish()
         _label_states(tracker, engine)
         states = tracker.live
@@ -215,6 +218,15 @@ def check_request(cfg: Config, grid: Grid, rank: int, streams: bool = False) -> 
         raise UserError(flag, "requires a real device: it cannot be estimated", "drop it")
     if cfg.parallel.device == "cpu":
         raise UserError("--device cpu", "estimates are for GPUs", "drop it")
+
+
+@contextmanager
+def _entered(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Enter modes on a thread that has none."""
+    with ExitStack() as exit_stack:
+        for mode in modes:
+            exit_stack.enter_context(mode)
+        yield
 
 
 @contextmanager

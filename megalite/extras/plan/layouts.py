@@ -63,7 +63,7 @@ def _pipelines(cfg: Config, ranks: int, fixed: frozenset[str]) -> Iterator[dict[
     for pp in _held(fixed, "pp", p.pp, [n for n in range(1, min(ranks, layers, _MOST_PP) + 1) if ranks % n == 0]):
         # A --pp that is kept may not go with every tp and cp.
         for vp in () if ranks % pp else _held(fixed, "vp", p.vp, _chunks(layers, pp)):
-            for schedule in _held(fixed, "schedule", p.schedule, _schedules(pp, vp)):
+            for schedule in _held(fixed, "schedule", p.schedule, _schedules(pp, vp, p.moe_overlap)):
                 yield {"pp": pp, "vp": vp, "schedule": schedule}
 
 
@@ -77,7 +77,9 @@ def _chunks(layers: int, pp: int) -> list[int]:
     return sorted(sizes.values())
 
 
-def _schedules(pp: int, vp: int) -> list[str]:
+def _schedules(pp: int, vp: int, pairs: bool) -> list[str]:
+    if pairs:
+        return ["interleaved-overlap" if vp > 1 else "1f1b-overlap"]
     if pp == 1:
         return ["1f1b"]
     if vp == 1:

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -22,7 +23,8 @@ from megalite.core.options.update_rule import RULES
 from megalite.core.parts.ffn.experts import experts_tp, imbalance
 from megalite.core.parts.options.context_parallel import choose_comm
 from megalite.core.parts.options.expert_options import choose_dispatch
-from megalite.core.parts.schedules.choose import schedule_of
+from megalite.core.parts.schedules.choose import name_of, schedule_of
+from megalite.core.parts.schedules.steady import paired
 from megalite.core.pipeline.schedule import Placement
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.lost_hosts import simulate_stages
@@ -31,7 +33,7 @@ from megalite.extras.plan.memory.stages import span, vocab_rows
 from megalite.extras.plan.recovery import recovery_rows
 from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pick
 from megalite.extras.plan.time.context import Context, messages
-from megalite.extras.plan.time.step import StepTime, model_flops
+from megalite.extras.plan.time.step import StepTime, model_flops, step_time
 from megalite.runtime.options.fields import GROUP_OF
 from megalite.runtime.options.run import Config
 
@@ -203,6 +205,9 @@ def explain_text(cfg: Config, grid: Grid, cluster: Cluster, time: StepTime) -> s
     lines = [dry_run_report(cfg, grid), "", f"predicted step on {cluster.gpus} x {cluster.device.name}: {total:.4g} s"]
     for name, seconds in sorted(time.terms.items(), key=lambda term: -term[1]):
         lines += [f"  {name:<12}{seconds:>12.4g} s{seconds / total:>8.1%}"]
+    if time.ep and (other := other_overlap(cfg)) is not None and max(map(paired_share, (cfg, other), (grid, grid))):
+        word = "without" if cfg.parallel.moe_overlap else "with"
+        lines += [f"  {word} --moe-overlap, ep is {step_time(other, grid, cluster).ep:.4g} s"]
     tokens = cfg.train.global_batch_size * cfg.model.seq_len
     return "\n".join([*lines, f"{tokens / total:,.0f} tokens/s, MFU {share:.1%} (causal attention)"])
 
@@ -333,9 +338,37 @@ def expert_rows(cfg: Config, grid: Grid) -> list[tuple[str, str]]:
     ]
     if p.ep > 1:
         dispatch, why = choose_dispatch(m, p)
+        rows += [("", overlap_text(cfg, grid))]
         rows += [("", f"--moe-dispatch {p.moe_dispatch}: {dispatch} ({why})")] * (p.moe_dispatch == "auto")
         rows += [("", f"memory and time allow for {imbalance(p):g} times the mean of tokens on the busiest rank")]
     return rows
+
+
+def other_overlap(cfg: Config) -> Config | None:
+    """Return the config with `--moe-overlap` turned round, and a schedule that fits; None where it cannot run."""
+    p = cfg.parallel
+    try:
+        return replace(cfg, parallel=replace(p, moe_overlap=not p.moe_overlap, schedule="auto"))
+    except UserError:
+        return None
+
+
+def paired_share(cfg: Config, grid: Grid) -> float:
+    """Return the share of its passes that a rank runs beside another, on the rank with the least; 0 if it cannot."""
+    p, dp = cfg.parallel, grid["dp"]
+    try:
+        return min(paired(name_of(cfg, dp), p.pp, p.vp, cfg.num_microbatches(dp)))
+    except UserError:
+        return 0.0
+
+
+def overlap_text(cfg: Config, grid: Grid) -> str:
+    """Say how many of the exchanges of tokens travel while another micro-batch computes, or would."""
+    share, other = paired_share(cfg, grid), other_overlap(cfg)
+    if cfg.parallel.moe_overlap:
+        return f"{share:.0%} of the exchanges of tokens travel while another micro-batch computes (--moe-overlap)"
+    would = 0.0 if other is None else paired_share(other, grid)
+    return "computation waits for every exchange of tokens" + f", with --moe-overlap for {1 - would:.0%}" * (would > 0)
 
 
 def update_rows(cfg: Config) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -91,7 +92,17 @@ def toy(rank: int, pp: int, name: str, vp: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("pp", "name", "vp"),
-    [(1, "gpipe", 1), (1, "interleaved", 3), (2, "1f1b", 1), (2, "naive", 1), (2, "interleaved", 2), (3, "gpipe", 1)],
+    [
+        (1, "gpipe", 1),
+        (1, "interleaved", 3),
+        (2, "1f1b", 1),
+        (2, "naive", 1),
+        (2, "interleaved", 2),
+        (3, "gpipe", 1),
+        (1, "1f1b-overlap", 1),
+        (2, "1f1b-overlap", 1),
+        (2, "interleaved-overlap", 2),
+    ],
 )
 def test_gradients_are_those_of_plain_autograd(pool: WorkerPool, pp: int, name: str, vp: int) -> None:
     total, expected = by_hand(pp * vp)
@@ -177,3 +188,31 @@ def test_directions_do_not_cross_between_two_ranks(pool: WorkerPool) -> None:
     first, second = pool.run(2, cross)
     assert first == ([100.0, 101.0, 102.0, 103.0, 103.0], [0.0, 0.0])
     assert second == ([0.0, 1.0, 2.0, 3.0, 3.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_a_pass_of_a_pair_that_fails_ends_the_run_and_not_the_next(fails: str) -> None:
+    executor, program = one_rank("1f1b-overlap", 1)
+    (stage,) = executor.stages.values()
+    assert isinstance(stage, ToyStage)
+    whole = stage.forward
+
+    def forward(x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:
+        y = whole(x, batch, fwd)
+        if fwd.microbatch == 3:
+            if fails == "forward":
+                raise OSError("planted")
+            y.register_hook(fail)
+        return y
+
+    def fail(grad: torch.Tensor) -> None:
+        raise OSError("planted")
+
+    stage.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="planted"):
+        executor.run(program, microbatches(), 1, 0)
+    stage.forward = whole  # type: ignore[method-assign]
+    threads = threading.active_count()
+    loss = executor.run(program, microbatches(), 1, 0)
+    assert loss.item() == pytest.approx(by_hand(1)[0], rel=1e-6)
+    assert threading.active_count() == threads, "one thread for all pairs"

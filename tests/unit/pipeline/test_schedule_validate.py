@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from megalite.core.options.step import StepConfig
 from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.simulate import MODES, DeadlockError, simulate
 from megalite.core.parts.schedules.validate import InvalidScheduleError, validate
-from megalite.core.pipeline.schedule import Costs, Op, build_schedule, lower
+from megalite.core.pipeline.schedule import Costs, Op, build_schedule, lower, needed_by
 from tests.rows import always_run
 
 
@@ -42,7 +43,9 @@ def test_every_share_of_a_batch_can_run(sizes):
     proved = {}
     for name, schedule in SCHEDULES.items():
         vp = schedule.vp or (2 if schedule.grouped else 1)
-        model, parallel = ModelConfig(num_layers=16), ParallelConfig(pp=pp, vp=vp, schedule=name)
+        # Dense models run no pairs, and experts' as many micro-batches.
+        plain = name.removesuffix("-overlap")
+        model, parallel = ModelConfig(num_layers=16), ParallelConfig(pp=pp, vp=vp, schedule=plain)
         counts = set()
         for microbatches in range(1, most + 1):
             cfg = StepConfig(model, parallel, TrainConfig(global_batch_size=2 * microbatches, micro_batch_size=2))
@@ -56,7 +59,7 @@ def test_every_share_of_a_batch_can_run(sizes):
             validate(build_schedule(name, pp, vp, passes))
         proved[name] = len(counts)
     # Interleaved runs multiples of pp, here for the uneven shares of at most two replicas.
-    assert proved == {name: -(-(most // 2) // pp) if name == "interleaved" else most for name in SCHEDULES}
+    assert proved == {name: -(-(most // 2) // pp) if s.grouped else most for name, s in SCHEDULES.items()}
 
 
 costs_or_zero = st.one_of(st.just(0.0), st.floats(0.01, 10.0))
@@ -115,6 +118,8 @@ def test_memory_bound():
 
 
 MUTATED = [("1f1b", 3, 1, 4), ("interleaved", 2, 2, 4), ("zb-h1", 3, 1, 4), ("zb-v", 3, 2, 5), ("gpipe", 2, 2, 2)]
+PAIRED = [("1f1b-overlap", 3, 1, 8), ("interleaved-overlap", 2, 2, 6), ("1f1b-overlap", 1, 1, 3)]
+MUTATED += PAIRED[:1]
 
 
 def _with_program(schedule, rank, program):
@@ -123,7 +128,7 @@ def _with_program(schedule, rank, program):
     return replace(schedule, programs=tuple(programs))
 
 
-@pytest.mark.parametrize("configuration", MUTATED)
+@pytest.mark.parametrize("configuration", [*MUTATED, PAIRED[1]])
 def test_every_deletion_doubling_and_retargeting_is_refused(configuration):
     """At every position of every program: no such mutant passes, whichever transport."""
     schedule = build_schedule(*configuration)
@@ -146,6 +151,43 @@ def test_every_deletion_doubling_and_retargeting_is_refused(configuration):
             for mutant in mutants:
                 with pytest.raises(InvalidScheduleError):
                     validate(_with_program(schedule, rank, mutant), modes=["free"])
+
+
+@pytest.mark.parametrize("configuration", [*PAIRED, ("1f1b", 2, 1, 4)])
+def test_only_a_forward_beside_a_backward_pass_of_another_micro_batch_is_a_pair(configuration):
+    """A mark at any op of any rank is refused unless that is what it marks."""
+    schedule = build_schedule(*configuration)
+    marked = 0
+    for rank, program in enumerate(schedule.programs):
+        marked += sum(op.beside for op in program)
+        for i, op in enumerate(program):
+            if op.beside:
+                continue
+            mutant = _with_program(schedule, rank, (*program[:i], op._replace(beside=True), *program[i + 1 :]))
+            kinds = [(x.kind, x.microbatch) for x in program[i : i + 2]]
+            if [kind for kind, _ in kinds] == ["F", "B"] and kinds[0][1] != kinds[1][1]:
+                validate(mutant)
+                continue
+            with pytest.raises(InvalidScheduleError):
+                validate(mutant)
+    assert bool(marked) == schedule.name.endswith("-overlap")
+
+
+@pytest.mark.parametrize("configuration", PAIRED[:2])
+def test_a_pair_begins_with_the_inputs_of_both(configuration):
+    """Messages that take long: in time, too, neither pass of a pair has begun before they are there."""
+    simulation = simulate(build_schedule(*configuration), Costs(transfer=3.0))
+    placement = simulation.schedule.placement
+    arrived = {(e.op.kind[1], e.op.stage, e.op.microbatch): e.finish for e in simulation.transfers}
+    begun = {(e.rank, e.op): e.start for e in simulation.compute}
+    waited = 0
+    for rank, program in enumerate(simulation.schedule.programs):
+        for op, following in pairwise(program):
+            needed = needed_by(following, placement.num_stages) if op.beside else None
+            if needed in arrived:
+                assert begun[rank, op] >= arrived[needed]
+                waited += begun[rank, op] == arrived[needed]
+    assert waited
 
 
 def test_a_transfer_within_a_rank_is_refused():
@@ -213,7 +255,7 @@ def _run_on_threads(schedule) -> dict[int, str]:
         saved: dict[tuple[int, int], str] = {}
         deferred: dict[tuple[int, int], str] = {}
         try:
-            for kind, mb, stage, peer in schedule.programs[rank]:
+            for kind, mb, stage, peer, _ in schedule.programs[rank]:
                 if kind in ("SF", "SB"):
                     comm.transfer(rank, "S", peer, made.pop((kind[1], stage, mb)))
                 elif kind in ("RF", "RB"):

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from megalite.core.batch import ForwardPass
-from megalite.core.mesh.context import Axis
+from megalite.core.mesh.context import Axis, ParallelContext
+from megalite.core.mesh.grid import Grid
 from megalite.core.ops import grouped, resolve
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.recipe import RECIPES
@@ -21,6 +22,9 @@ from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear
 from megalite.core.parts.ffn.experts.moe import MoELayer
 from megalite.core.parts.ffn.experts.routing import Router
 from megalite.core.parts.quant.fp8_products import select
+from megalite.core.sharding import Layout
+from megalite.core.sharding.parameter import ShardedParameter
+from megalite.extras.estimate.record import Communication, Wait, recorded_world
 from tests.parity.jobs import init_parameters
 from tests.unit.model.tiny_layers import layers_of
 from tests.unit.ops.fp8_by_hand import by_hand
@@ -204,7 +208,7 @@ def test_a_router_adds_to_bf16_gradients() -> None:
 def test_as_many_experts_as_a_byte_can_number(kind: str, num: int) -> None:
     ids = torch.randperm(num, generator=torch.Generator().manual_seed(1)).repeat(2).view(-1, 1)
     way = DISPATCHES[kind](ids, num, Axis("ep"), resolve("torch", "cpu", torch.float32))
-    way.wait()
+    way.arrive(way.send(torch.randn(len(ids), 1), torch.ones(len(ids), 1), False))
     assert (way.order == ids.flatten().argsort(stable=True)).all()
     assert [*way.sizes] == [2] * num
 
@@ -213,13 +217,13 @@ def test_as_many_experts_as_a_byte_can_number(kind: str, num: int) -> None:
 def test_rows_lie_expert_after_expert_in_the_order_of_tokens(kind: str) -> None:
     ids = torch.tensor([[2, 0], [0, 5], [2, 1], [5, 2]])
     way = DISPATCHES[kind](ids, 6, Axis("ep"), resolve("torch", "cpu", torch.float32))
-    way.wait()
-    assert list(way.sizes) == [2, 1, 3, 0, 0, 2]
     x = torch.arange(4.0)[:, None].requires_grad_()
-    rows = way.send(x)
-    assert rows.flatten().tolist() == [0, 1, 2, 0, 2, 3, 1, 3]
     weights = torch.tensor([[1.0, 10.0]] * 4, requires_grad=True)
-    weighed = way.send_weights(weights) * torch.tensor([1, 1, 2, 3, 3, 3, 4, 4.0])
+    rows, of_rows = way.arrive(way.send(x, weights, False))
+    assert list(way.sizes) == [2, 1, 3, 0, 0, 2]
+    assert rows.flatten().tolist() == [0, 1, 2, 0, 2, 3, 1, 3]
+    assert of_rows is not None
+    weighed = of_rows * torch.tensor([1, 1, 2, 3, 3, 3, 4, 4.0])
     back = way.bring_back(rows * weighed[:, None])
     assert back.flatten().tolist() == [0 * 13, 1 * (1 + 40), 2 * (3 + 20), 3 * (4 + 30)]
     back.sum().backward()
@@ -272,10 +276,47 @@ def test_outputs_of_experts_are_not_kept(bias: bool) -> None:
 
     tokens = (x * 1.0).flatten(0, 1)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        layer.experts(tokens, routing, layer.experts.start(routing))
+        way = layer.experts.start(routing)
+        layer.experts(layer.experts.send(tokens, routing, way), routing, way)
     kept.pop(tokens.untyped_storage().data_ptr(), None)
     values = 4 * 2 * 128 * (256 + 3 * 64)
     assert values <= sum(kept.values()) < 1.05 * values
+
+
+@pytest.mark.parametrize("kind", DISPATCHES)
+def test_tokens_and_gradients_travel_while_the_shared_expert_runs(kind: str) -> None:
+    """Forward and backward: started before it, and waited for after it."""
+    grid = Grid.of(2, ep=2)
+    with recorded_world(0, grid) as log:
+        ctx = ParallelContext.create(grid, CPU)
+        layers = layers_of(model(moe_shared_ffn_size=4, moe_shared_gate=True))
+        layer = MoELayer(replace(layers, ep=ctx.ep, dispatch=kind, layout=Layout(grid, 0, batch=grid.batch)), 0)
+        init_parameters(layer, 3)
+        for parameter in layer.parameters():
+            assert isinstance(parameter, ShardedParameter)
+            parameter.main_grad = torch.zeros_like(parameter)
+        assert layer.shared_expert is not None
+        ran = list[int]()
+        layer.shared_expert.register_forward_hook(lambda *args: ran.append(len(log)))
+        layer.shared_expert.register_full_backward_hook(lambda *args: ran.append(len(log)))
+        log.clear()
+        y = layer(torch.randn(8, 2, 16, requires_grad=True), TRAINING)
+        ahead, back = len(log), 0
+        y.sum().backward()
+    calls: list[str] = []
+    for at, event in enumerate(log):
+        calls += ["shared expert"] * ran.count(at)
+        if isinstance(event, Wait):
+            event, word = log[event.index], "arrived"
+        else:
+            word = "sent"
+        # Counts and weights are fewer than 16 numbers a token.
+        assert isinstance(event, Communication)
+        calls += [word] * (event.dtype == torch.float32 and event.numel >= 16 * 16)
+        back = len(calls) if at < ahead else back
+    there_and_back = ["sent", "shared expert", "arrived", "sent", "arrived"]
+    assert calls[:back] == there_and_back
+    assert calls[back:] == ["sent", "arrived", "sent", "shared expert", "arrived"]
 
 
 @pytest.mark.parametrize("kind", DISPATCHES)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megalite.core.base.errors import in_range, require
 from megalite.core.options.names import dashed
+from megalite.core.options.parallel import SCHEDULES
 from megalite.core.options.part import PartRules, missing
 from megalite.core.options.shape import ModelShape
 
@@ -147,10 +148,11 @@ class ExpertRules(PartRules["ModelConfig", "StepConfig"]):
 
     def check(self, cfg: StepConfig) -> None:
         m, p = cfg.model, cfg.parallel
+        _check_overlap(cfg)
         if m.num_experts is None:
             words = {"ep": 1, "etp": "tp", "moe_dispatch": "alltoall", "moe_memory_factor": 1.5}
             options = [f"--{dashed(n)} {getattr(p, n)}" for n, default in words.items() if getattr(p, n) != default]
-            given = " ".join(options)
+            given = " ".join([*options, *["--moe-overlap"] * p.moe_overlap])
             require(not given, given, "needs a model with experts", "give --num-experts, or drop it")
             return
         require(
@@ -176,6 +178,23 @@ class ExpertRules(PartRules["ModelConfig", "StepConfig"]):
                 f"must be divisible by --tp {p.tp}",
                 "change one of the two" + ", or give --etp 1" * (flag == "--moe-ffn-size"),
             )
+
+
+def _check_overlap(cfg: StepConfig) -> None:
+    """Check what `--moe-overlap` runs with."""
+    p = cfg.parallel
+    pairs = [name for name, schedule in SCHEDULES.items() if schedule.pairs]
+    rule = "runs micro-batches in pairs, of which one computes while the other exchanges tokens of experts"
+    given = f"--schedule {p.schedule}"
+    require(p.moe_overlap or p.schedule not in pairs, given, rule, "give --moe-overlap, or another schedule")
+    if not p.moe_overlap or cfg.model.num_experts is None:
+        return
+    require(p.ep > 1, "--moe-overlap with --ep 1", "there is no exchange to hide", "raise --ep, or drop it")
+    rule = f"runs no forward pass beside a backward pass, as {' and '.join(pairs)} do"
+    given = f"--moe-overlap with --schedule {p.schedule}"
+    require(p.schedule in ("auto", *pairs), given, rule, "drop --schedule, or --moe-overlap")
+    rule = "a layer's weights are released by one pass while the other needs them"
+    require(p.zero < 3, f"--moe-overlap with --zero {p.zero}", rule, "give --zero 2, or drop --moe-overlap")
 
 
 def _check_choice(m: ModelConfig, num_experts: int) -> None:

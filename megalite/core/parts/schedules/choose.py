@@ -53,8 +53,9 @@ class Request:
             UserError: a batch size cannot be shared out.
         """
         *fewer, m = cfg.microbatch_counts(dp)
-        recomputes = MODES[cfg.train.recompute].most is Extent.BLOCK
-        return cls(cfg.parallel.pp, cfg.parallel.vp, (m, *fewer), split_backward=not recomputes)
+        recomputes, p = MODES[cfg.train.recompute].most is Extent.BLOCK, cfg.parallel
+        most = m * p.vp if p.moe_overlap else None  # pairs need more than a bound for others
+        return cls(p.pp, p.vp, (m, *fewer), most, split_backward=not recomputes)
 
     @property
     def bound(self) -> int:
@@ -82,7 +83,7 @@ def name_of(cfg: StepConfig, dp: int) -> str:
     """
     p = cfg.parallel
     if p.schedule == "auto":
-        return _choose(_candidates(), Request.of(cfg, dp), _costs_of(cfg).per_chunk(p.vp), "dir")
+        return _choose(_candidates(p.moe_overlap), Request.of(cfg, dp), _costs_of(cfg).per_chunk(p.vp), "dir")
     for count in cfg.microbatch_counts(dp):
         check_schedule(p.schedule, p.pp, p.vp, count)
     return p.schedule
@@ -96,7 +97,7 @@ def names_of(cfg: StepConfig, dp: int) -> list[str]:
     """
     if cfg.parallel.schedule != "auto":
         return [name_of(cfg, dp)]
-    return list(_within(_candidates(), Request.of(cfg, dp)))
+    return list(_within(_candidates(cfg.parallel.moe_overlap), Request.of(cfg, dp)))
 
 
 def choose_schedule(request: Request, costs: Costs | None = None, mode: str = "dir") -> Schedule:
@@ -149,9 +150,9 @@ def _costs_of(cfg: StepConfig) -> Costs:
 Candidates = tuple[tuple[str, PipelineSchedule], ...]
 
 
-def _candidates() -> Candidates:
-    """List the schedules that `auto` may choose (hashable, a key of the caches below)."""
-    return tuple((name, schedule) for name, schedule in SCHEDULES.items() if schedule.auto)
+def _candidates(pairs: bool = False) -> Candidates:
+    """List the schedules that `auto` may choose (hashable, a key of the caches below); `pairs`: among those with."""
+    return tuple((name, s) for name, s in SCHEDULES.items() if (s.pairs if pairs else s.auto))
 
 
 @lru_cache(maxsize=64)
@@ -186,7 +187,7 @@ def _within(candidates: Candidates, request: Request) -> Mapping[str, int]:
     held = {n: round(extend(m, sizes, [_peak(n, pp, vp, size) for size in sizes])) for n in names}
     allowed = {n: held[n] for n in names if held[n] <= request.bound}
     if not allowed:
-        for count in request.counts if request.max_activations is None else ():
+        for count in request.counts if request.max_activations is None or not held else ():
             check_schedule(_usual(vp), pp, vp, count)  # explains what is wrong with the numbers
         least = min(held, key=lambda n: held[n])
         raise UserError(

@@ -43,8 +43,25 @@ def one_f_one_b(e: Emitter, p: int, r: int, m: int, eager: bool = False) -> None
     e.add("B0", warmup)
 
 
-def interleaved(place: Placement, m: int, group_size: int) -> Orders:
-    """Run interleaved 1F1B (2104.04473): each chunk takes `group_size` micro-batches before the next chunk runs."""
+@per_rank
+def one_f_one_b_overlap(e: Emitter, p: int, r: int, m: int) -> None:
+    """Run each forward pass of 1F1B beside a backward pass.
+
+    A pair passes on both results at its end, and begins with both inputs: a micro-batch needs a slot of its own for
+    each hop there and back, which is the warm-up of eager 1F1B, and one more for the last rank, where it turns round.
+    """
+    warmup = min(2 * (p - r - 1) + 1, m)
+    e.add("F0", warmup)
+    e.add("F0|B0", m - warmup)
+    e.add("B0", warmup)
+
+
+def interleaved(place: Placement, m: int, group_size: int, pairs: bool = False) -> Orders:
+    """Run interleaved 1F1B (2104.04473): each chunk takes `group_size` micro-batches before the next chunk runs.
+
+    Pairs: each forward pass after the warm-up, which is one longer, is beside a backward pass (as in Megatron-LM's
+    `--overlap-moe-expert-parallel-comm`).
+    """
     v = place.vp
     sequence = [
         (chunk, microbatch)
@@ -56,9 +73,9 @@ def interleaved(place: Placement, m: int, group_size: int) -> Orders:
     orders: Orders = []
     for r in range(place.pp):
         stages = place.stages_of(r)
-        forwards = [Op("F", mb, stages[c]) for c, mb in sequence]
+        warmup = min(2 * (place.pp - r - 1) + (v - 1) * group_size + pairs, n)
+        forwards = [Op("F", mb, stages[c], beside=pairs and i >= warmup) for i, (c, mb) in enumerate(sequence)]
         backwards = [Op("B", mb, stages[v - 1 - c]) for c, mb in sequence]
-        warmup = min(2 * (place.pp - r - 1) + (v - 1) * group_size, n)
         steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
         orders.append(forwards[:warmup] + steady + backwards[n - warmup :])
     return orders
@@ -97,7 +114,9 @@ SCHEDULE: dict[str, PipelineSchedule] = {
     "gpipe": PipelineSchedule(gpipe, auto=True),
     "1f1b": PipelineSchedule(one_f_one_b, auto=True, vp=1),
     "1f1b-eager": PipelineSchedule(partial(one_f_one_b, eager=True), auto=True, vp=1),
+    "1f1b-overlap": PipelineSchedule(one_f_one_b_overlap, vp=1, pairs=True),
     "interleaved": PipelineSchedule(interleaved, auto=True, grouped=True),
+    "interleaved-overlap": PipelineSchedule(partial(interleaved, pairs=True), grouped=True, pairs=True),
     "zb-h1": PipelineSchedule(zb_h1, auto=True, vp=1),
     "zb-v": PipelineSchedule(zb_v, auto=True, vp=2, v_shape=True),
 }

@@ -63,15 +63,17 @@ def event_graph(schedule: Schedule, mode: str) -> tuple[list[Event], list[list[i
     num_stages = schedule.placement.num_stages
     for rank, numbered in enumerate(items):
         last_compute: int | None = None
-        for op, i in numbered:
+        for place, (op, i) in enumerate(numbered):
             if last_compute is not None:
                 successors[last_compute].append(i)
             if op.is_compute:
-                needed = needed_by(op, num_stages)
-                if needed is not None and schedule.placement.rank_of(needed[1]) != rank:
-                    if needed not in arrival:
-                        raise ValueError(f"rank {rank}: nothing is sent for {op}")
-                    successors[arrival[needed]].append(i)
+                # A pair begins with the inputs of both.
+                for begun, _ in numbered[place : place + 1 + op.beside]:
+                    needed = needed_by(begun, num_stages)
+                    if needed is not None and schedule.placement.rank_of(needed[1]) != rank:
+                        if needed not in arrival:
+                            raise ValueError(f"rank {rank}: nothing is sent for {begun}")
+                        successors[arrival[needed]].append(i)
                 last_compute = i
         for i, j in _transport_edges(numbered, mode):
             successors[i].append(j)

@@ -37,6 +37,16 @@ def most_waiting(name: str, pp: int, vp: int, num_microbatches: int, weights: tu
     return _most_waiting(name, SCHEDULES.get(name), pp, vp, num_microbatches, weights)
 
 
+def paired(name: str, pp: int, vp: int, num_microbatches: int) -> list[float]:
+    """Return the share of its passes that a pipeline rank runs beside another, for each rank."""
+    if not SCHEDULES[name].pairs:
+        return [0.0] * pp
+    size = sample_sizes(pp, num_microbatches)[0]
+    # Each further micro-batch adds a pair for every chunk.
+    alone = (vp * size - sum(op.beside for op in order) for order in compute_orders(name, pp, vp, size))
+    return [1 - forward / (vp * num_microbatches) for forward in alone]
+
+
 # The schedule is part of the cache key: a notebook may redefine it under the same name.
 @lru_cache(maxsize=256)
 def _most_waiting(
@@ -45,8 +55,8 @@ def _most_waiting(
     out = []
     for order in compute_orders(name, pp, vp, num_microbatches):
         waiting = most = 0
-        for kind, _, stage, _ in order:
-            waiting += weights[stage] * ((kind == "F") - (kind in "BI"))
+        for op in order:
+            waiting += weights[op.stage] * ((op.kind == "F") - (op.kind in "BI"))
             most = max(most, waiting)
         out.append(most)
     return tuple(out)

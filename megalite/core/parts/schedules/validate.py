@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 from megalite.core.parts.schedules.simulate import MODES, event_graph, program_peaks, topological_order
 from megalite.core.pipeline.order import COMPUTE_KINDS, TRANSFER_KINDS, Op
@@ -24,10 +25,12 @@ def validate(schedule: Schedule, max_activations: Sequence[int] | None = None, m
        else is sent or received.
     4. Between two ranks, receives are posted in the order of the sends, so that messages need no tags.
     5. No rank holds more than `max_activations[rank]` chunk activations, if given.
-    6. No events wait for each other in a cycle, under any of `modes`.
+    6. A pair is an F and the B or I after it, with nothing between them, of another micro-batch. So both inputs are
+       there before it, and no result leaves before its end.
+    7. No events wait for each other in a cycle, under any of `modes`.
 
     Raises:
-        InvalidScheduleError: a rule is broken. DeadlockError: rule 6.
+        InvalidScheduleError: a rule is broken. DeadlockError: rule 7.
     """
     if len(schedule.programs) != schedule.pp:
         raise InvalidScheduleError(f"{len(schedule.programs)} programs for pp {schedule.pp}")
@@ -35,6 +38,7 @@ def validate(schedule: Schedule, max_activations: Sequence[int] | None = None, m
         position = _positions(program, rank)
         _check_compute(schedule, rank, position)
         _check_hand_overs(schedule, rank, position)
+        _check_pairs(program, rank)
     _check_message_order(schedule)
     for rank, bound in enumerate(max_activations or ()):
         peak = program_peaks(schedule.programs[rank]).activations
@@ -114,6 +118,17 @@ def _check_hand_overs(schedule: Schedule, rank: int, position: Positions) -> Non
     strays = [str(op) for op in position if not op.is_compute and op not in wanted]
     if strays:
         raise InvalidScheduleError(f"rank {rank}: no operation consumes {', '.join(strays)}")
+
+
+def _check_pairs(program: Program, rank: int) -> None:
+    """Check rule 6 on one rank."""
+    for op, following in pairwise((*program, None)):
+        if op is None or not op.beside:
+            continue
+        if following is None or op.kind != "F" or following.kind not in ("B", "I") or following.beside:
+            raise InvalidScheduleError(f"rank {rank}: {op} beside {following or 'nothing'} is no F beside a B or I")
+        if op.microbatch == following.microbatch:
+            raise InvalidScheduleError(f"rank {rank}: {op} is beside {following} of its own micro-batch")
 
 
 def _check_message_order(schedule: Schedule) -> None:

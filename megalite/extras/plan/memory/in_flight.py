@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megalite.core.options.parallel import SCHEDULES
-from megalite.core.pipeline.order import PipelineSchedule
+from megalite.core.pipeline.order import PipelineSchedule, together
 from megalite.core.pipeline.schedule import Op, compute_orders, placement_of
 
 Counts = tuple[int, ...]
@@ -25,12 +25,15 @@ class PeakState(NamedTuple):
         chunk: index of the rank's chunk on which it runs.
         kept: number of micro-batches whose activations are kept.
         deferred: number of micro-batches whose weight gradients are deferred.
+        growing: chunk of the forward pass beside a backward pass. It keeps about what the other frees, block by block,
+            and is not in `kept`.
     """
 
     kind: str
     chunk: int
     kept: Counts
     deferred: Counts
+    growing: int | None = None
 
 
 InFlight = tuple[PeakState, ...]
@@ -65,20 +68,27 @@ def _in_flight(order: Sequence[Op], stages: Sequence[int]) -> InFlight:
     chunks = {stage: chunk for chunk, stage in enumerate(stages)}
     kept, deferred = [0] * len(stages), [0] * len(stages)
     states: dict[PeakState, None] = {}
-    for kind, _, stage, _ in order:
-        chunk = chunks[stage]
+    for *beside, op in together(order):
+        kind, chunk = op.kind, chunks[op.stage]
+        growing = chunks[beside[0].stage] if beside else None
         if kind == "F":
             kept[chunk] += 1
-        states[PeakState(kind, chunk, tuple(kept), tuple(deferred))] = None
+        states[PeakState(kind, chunk, tuple(kept), tuple(deferred), growing)] = None
+        if growing is not None:
+            kept[growing] += 1
         if kind in "BW":  # a split backward pass frees activations once the weight gradients are computed
             kept[chunk] -= 1
         if kind in "IW":
             deferred[chunk] += 1 if kind == "I" else -1
-    alike: dict[tuple[str, int], list[Counts]] = {}
+    alike: dict[tuple[str, int, int | None], list[Counts]] = {}
     for state in states:
-        alike.setdefault(state[:2], []).append(state.kept + state.deferred)
+        alike.setdefault(_place(state), []).append(state.kept + state.deferred)
     most = {key: set(_largest(counts)) for key, counts in alike.items()}
-    return tuple(state for state in states if state.kept + state.deferred in most[state[:2]])
+    return tuple(state for state in states if state.kept + state.deferred in most[_place(state)])
+
+
+def _place(state: PeakState) -> tuple[str, int, int | None]:
+    return state.kind, state.chunk, state.growing
 
 
 def _largest(counts: Iterable[Counts]) -> list[Counts]:

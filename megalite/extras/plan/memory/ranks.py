@@ -214,6 +214,7 @@ class _StageBytes:
 
     Attributes:
         kept: bytes kept for its backward pass.
+        block: largest part of that which a block keeps.
         recomputed: largest number of bytes that backward of one of its blocks brings back and works with; where blocks
             recompute unlike amounts, an upper bound: those behind that one are free by then.
         deferred: bytes beyond `kept` for deferred weight gradients, and what comes back from the host.
@@ -221,6 +222,7 @@ class _StageBytes:
     """
 
     kept: int
+    block: int
     recomputed: int
     deferred: int
     deferred_before: int
@@ -246,6 +248,7 @@ def _stages_bytes(cfg: Config, layers: tuple[range, ...]) -> list[_StageBytes]:
         out.append(
             _StageBytes(
                 kept=sum(n * block.kept for n, block in held) + ends - away,
+                block=max((block.kept for _, block in held), default=0),
                 recomputed=max((block.recomputed for _, block in held), default=0),
                 deferred=deferred,
                 deferred_before=max(0, deferred - min((block.deferred for n, block in held if n), default=0)),
@@ -308,8 +311,9 @@ def _peak_bytes(
     """
     kept, back = [chunk.kept for chunk in chunks], [chunk.deferred for chunk in chunks]
     most, peak = 0, (0, 0)
-    for kind, chunk, alive, deferred in states:
+    for kind, chunk, alive, deferred, growing in states:
         activations = sum(map(mul, alive, kept)) + sum(map(mul, deferred, back))
+        activations += 0 if growing is None else chunks[growing].block
         # The workspace of the operation comes on top of what is kept.
         activations += (chunks[chunk].recomputed if kind in "BI" else 0) + (head.work if kind in "BIW" else 0)
         activations += chunks[chunk].deferred_before if kind == "I" else 0

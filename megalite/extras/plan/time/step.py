@@ -21,6 +21,7 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.model.flops import flops_per_token
 from megalite.core.options.update_rule import RULES, MatrixRule
 from megalite.core.parts.schedules.choose import USUAL_COSTS, name_of
+from megalite.core.parts.schedules.steady import paired
 from megalite.core.pipeline.schedule import placement_of
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.matrices import Placed, placed_matrices, transform_flops
@@ -42,7 +43,7 @@ class StepTime:
         recompute: forward passes that are run again.
         tp: tensor-parallel collectives that nothing hides.
         cp: messages of attention between ranks that share samples, where nothing hides them.
-        ep: tokens on their way to experts and back.
+        ep: tokens on their way to experts and back, where no other micro-batch computes meanwhile.
         host: time of the host that the device waits for.
         p2p: messages between pipeline ranks, except in the ramp.
         bubble: ramp of the pipeline: waiting for the first and the last micro-batch.
@@ -122,7 +123,7 @@ def step_time(
         "recompute": m * own.blocks.recompute,
         "tp": m * (own.blocks.tp + own.embedding),
         "cp": m * own.blocks.cp,
-        "ep": m * own.blocks.ep,
+        "ep": m * _exposed_exchange(own, paired(name, p.pp, p.vp, m)[slow]),
         "host": m * own.blocks.host,
         "p2p": 0.0 if load.engine.overlap_pp or p.pp == 1 else 2 * m * p.vp * message,
         "bubble": pipeline_ramp(name, p.pp, p.vp, m) * (mean + (0.0 if p.pp == 1 else 2 * message * p.vp)),
@@ -213,7 +214,7 @@ def pipeline_ramp(name: str, pp: int, vp: int, m: int) -> float:
     whole = forward + inputs + weights
     if name == "naive":
         return float(m * (pp - 1))
-    if name == "interleaved":
+    if name.startswith("interleaved"):
         return (pp - 1) / vp
     if name == "zb-h1":  # weight gradients fill what the first m - 1 micro-batches leave idle
         return ((pp - 1) * (forward + inputs) - min(m, pp) * weights + weights) / whole
@@ -221,6 +222,17 @@ def pipeline_ramp(name: str, pp: int, vp: int, m: int) -> float:
         filled = min(m - 1, pp - 1) * forward + (pp - 1) * inputs / 2 * min(1.0, 2 * max(0, m - pp) / pp)
         return ((pp - 1) * (forward + inputs) - filled) / whole
     return float(pp - 1)
+
+
+def _exposed_exchange(own: RankTime, share: float) -> float:
+    """Compute the seconds per micro-batch of the exchange of tokens that nothing hides.
+
+    Args:
+        own: a rank's pass.
+        share: part of its passes that run beside another, whose computation hides as much.
+    """
+    exchange = own.blocks.ep
+    return exchange - share * min(exchange, own.total - exchange)
 
 
 def _message(load: Workload, world: int) -> float:

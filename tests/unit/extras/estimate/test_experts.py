@@ -11,6 +11,7 @@ import pytest
 from megalite.core.mesh.grid import Grid
 from megalite.core.parts.families import PRESETS
 from megalite.core.parts.ffn.experts import FEED_FORWARD
+from megalite.core.parts.schedules.steady import paired as paired_shares
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.cli import parse
 from tests.unit.extras.estimate.fake_runs import Tool
@@ -122,3 +123,21 @@ def test_the_busiest_rank_of_ep(tool: Tool, dispatch: str, precision: str) -> No
     assert {name: row["count"] for name, row in real["collectives"]["ep"].items()} == {
         name: 4 * 4 * count for name, count in counts.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("more", "schedule"),
+    [("", "1f1b"), ("--pp 2", "1f1b-eager"), ("--pp 2 --vp 2", "interleaved")],
+    ids=["pp1", "pp2", "interleaved"],
+)
+def test_pairs_hide_their_exchanges_and_hold_what_is_planned(tool: Tool, more: str, schedule: str) -> None:
+    """What stays in the open is that of passes without another beside them; and so says the plan."""
+    shape = f"{QWEN} --ep 8 --num-layers 4 --world {16 if more else 8} --global-batch-size 32 {more}"
+    plain, paired = (tool.figures(f"{shape} {flag}") for flag in (f"--schedule {schedule}", "--moe-overlap"))
+    assert paired["kernels"] == plain["kernels"]
+    exposed, whole = (each["collectives"]["ep"]["all_to_all"]["exposed_s"] for each in (paired, plain))
+    cfg = parse(f"{QWEN} --ep 8 --num-layers 4 --global-batch-size 32 {more} --moe-overlap".split()).config
+    name = "interleaved-overlap" if cfg.parallel.vp > 1 else "1f1b-overlap"
+    (share, *_) = paired_shares(name, cfg.parallel.pp, cfg.parallel.vp, 4)
+    assert exposed == pytest.approx((1 - share) * whole, rel=0.1)
+    assert paired["predicted_bytes"]["total"] == pytest.approx(paired["peak_bytes"], rel=0.03)

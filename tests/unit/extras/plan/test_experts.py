@@ -13,10 +13,13 @@ from megalite.core.mesh.grid import Grid
 from megalite.core.parts.codecs.powersgd.powersgd_codec import PowerSGD, is_worth
 from megalite.core.pipeline.schedule import Placement
 from megalite.core.sharding.parameter import ShardedParameter
+from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import _gpu_workspace, memory_per_rank
 from megalite.extras.plan.memory.units import shapes_of
-from megalite.extras.plan.report import dry_run_report
+from megalite.extras.plan.report import dry_run_report, explain_text
+from megalite.extras.plan.time.step import pass_times, step_time
+from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.unit.extras.plan.counted import (
@@ -180,3 +183,31 @@ def test_powersgd_sees_each_expert(layout: dict[str, Any]) -> None:
     assert sum(len(q) for codec in codecs for q in codec.right) == sum(columns for _, columns in sides)
     held = [shape for part in (True, False) for shape in shapes_of(cfg, 2, [range(6)], [0], experts=part)]
     assert sorted(shape for shape in held if is_worth(2, *shape)) == sorted(sides)
+
+
+def test_the_share_of_an_exchange_that_pairs_leave_in_the_open() -> None:
+    """At pp 1 that of the first forward and the last backward pass: one of m micro-batches."""
+    cluster = Cluster.parse("h100:8")
+    flags = (
+        "--preset qwen3-30b-a3b --vocab-size 512 --precision bf16 --mock-data --num-layers 4 --ep 8 "
+        "--micro-batch-size 1 --global-batch-size 64"
+    )
+    cfgs = [parse(f"{flags} {more}".split()).config for more in ("", "--moe-overlap")]
+    grid = Grid.from_config(cfgs[0].parallel, 8)
+    plain, paired = (step_time(cfg, grid, cluster) for cfg in cfgs)
+    assert paired.ep == pytest.approx(plain.ep / 8)
+    pages = [explain_text(cfg, grid, cluster, time) for cfg, time in zip(cfgs, (plain, paired))]
+    for page, word, other in zip(pages, ("with", "without"), (paired, plain)):
+        assert f"  {word} --moe-overlap, ep is {other.ep:.4g} s" in page.splitlines()
+
+
+def test_an_exchange_longer_than_the_other_pass_stays_open_for_the_rest() -> None:
+    """Over a slow network the other pass computes too little to hide it."""
+    fast, slow = (Cluster.parse(f"h100:8,nvlink={speed}") for speed in (450, 1))
+    flags = "--preset qwen3-30b-a3b --vocab-size 512 --precision bf16 --mock-data --num-layers 4 --ep 8 --moe-overlap"
+    cfg = parse(f"{flags} --micro-batch-size 1 --global-batch-size 64".split()).config
+    grid = Grid.from_config(cfg.parallel, 8)
+    whole = 8 * pass_times(cfg, slow, "1f1b-overlap")[0].blocks.ep
+    computes = 7 * (pass_times(cfg, slow, "1f1b-overlap")[0].total - whole / 8)
+    assert step_time(cfg, grid, fast).ep < whole / 50
+    assert step_time(cfg, grid, slow).ep == pytest.approx(whole - computes)

@@ -4,8 +4,8 @@ Every token goes to all its experts, however many that makes for one of them: no
 this rank, K experts of each, H features; R rows of this rank's experts. A rank of ep holds a block of neighboring
 experts. All sorts are stable, and no kernel adds in a random order.
 
-Two ways lead there (`DISPATCHES`, `--moe-dispatch`). A layer starts one, and asks for its `sizes`, for which the host
-waits, after work that does not need them.
+Two ways lead there (`DISPATCHES`, `--moe-dispatch`). A layer starts one, sends its tokens, and takes what arrives after
+work that does not need it; gradients travel back over the same work (`collectives.Transfer`).
 
 alltoall: rows are sorted by expert, so that those for a rank are neighbors, and exchanged; on arrival they lie source
 after source, and are sorted by expert once more. A rank sends k x (N - 1) / N rows there and as many back, for x tokens
@@ -21,15 +21,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
 from megalite.core.mesh import collectives
-from megalite.core.mesh.collectives import exchange_rows, gather_sequence
+from megalite.core.mesh.collectives import Splits, exchange_of, gather_of, scatter_of
 from megalite.core.mesh.context import Axis
 from megalite.core.ops import Ops
 from megalite.core.ops.combine import Permute
 from megalite.core.ops.grouped import Sizes
+
+Sent: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+"""Rows, and their weights."""
 
 
 class Dispatch(ABC):
@@ -45,13 +49,15 @@ class Dispatch(ABC):
     Attributes:
         ops: as given.
         k: number of experts of each token.
-        order, inverse: slots [.. K] whose expert is here, by expert, and the row of each slot, after `wait`.
-        sizes: rows of each of this rank's experts, after `wait`. Where the host need not know them, it has not waited.
-        known: numbers of rows that the host has waited for, after `wait`.
+        slots: number of tokens times k.
+        order, inverse: slots [.. K] whose expert is here, by expert, and the row of each slot, after `arrive`.
+        sizes: rows of each of this rank's experts, after `arrive`. Where the host need not know them, it does not wait.
+        known: numbers of rows that the host has waited for, after `arrive`.
     """
 
     ops: Ops
     k: int
+    slots: int
     order: torch.Tensor
     inverse: torch.Tensor
     sizes: Sequence[int]
@@ -63,18 +69,14 @@ class Dispatch(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def wait(self) -> None:
-        """Wait until the host knows the numbers of rows, if messages need them; once, before tokens are sent."""
+    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, weigh: bool) -> Sent:
+        """Start bringing tokens to their experts, with their weights, fp32; `weigh`: each times its own."""
 
     @abstractmethod
-    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
-        """Bring tokens to their experts: rows [R, H] of this rank's experts, expert after expert; where there are
-        weights, fp32, each times its own.
+    def arrive(self, sent: Sent) -> Sent:
+        """Wait for what `send` has started: rows [R, H] of this rank's experts, expert after expert, and the weights of
+        the rows [R], None where they are weighed.
         """
-
-    @abstractmethod
-    def send_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Bring the weights, fp32, to the rows of `send`: [R]."""
 
     @abstractmethod
     def bring_back(self, rows_RH: torch.Tensor) -> torch.Tensor:
@@ -96,7 +98,7 @@ class AllToAll(Dispatch):
         ids = ids_TK.flatten()
         self.ep = ep
         self.ops = ops
-        self.k = ids_TK.shape[1]
+        self.k, self.slots = ids_TK.shape[1], ids_TK.numel()
         self.local = num_experts // ep.size
         self.own = count(ids, num_experts)
         self.arriving = torch.empty_like(self.own)
@@ -107,8 +109,9 @@ class AllToAll(Dispatch):
         self.inverse = _inverse(self.order)
         self.arrived: torch.Tensor | None = None
         self.returned: torch.Tensor | None = None
+        self.sent, self.received = Splits(), Splits()
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Wait for the counts, and order what will arrive."""
         if self.ep.size == 1:
             own = self.own  # a function of `self` would be a cycle, which keeps the order until a collection
@@ -124,25 +127,32 @@ class AllToAll(Dispatch):
         self.sizes = Sizes(self.arriving.view(self.ep.size, -1).sum(0), lambda: sizes)
         self.sent, self.received = [sum(each) for each in leaving], [sum(each) for each in from_ranks]
 
-    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
-        """Sort by expert, exchange, sort what arrives."""
-        return self._exchange(self.ops.spread_rows(x_TH, self.order, self.inverse, self.k, weights_TK))
+    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, weigh: bool) -> Sent:
+        """Sort by expert, and start the exchange."""
+        weights = None if weigh else Permute.apply(weights_TK.view(-1, 1), self.order, self.inverse)
+        rows = self.ops.spread_rows(x_TH, self.order, self.inverse, self.k, weights_TK if weigh else None)
+        # The numbers of rows have come to the host while the device sorts.
+        self._wait()
+        self.of_weights = exchange_of(self.ep, self.sent, self.received, in_turns=False)
+        self.of_rows = exchange_of(self.ep, self.sent, self.received)
+        # Few bytes, sent first: there when the rows are.
+        weights = None if weights is None else self.of_weights.start(weights)
+        return self.of_rows.start(rows), weights
 
-    def send_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Sort, exchange and sort as the rows are."""
-        return self._exchange(Permute.apply(weights_TK.view(-1, 1), self.order, self.inverse)).squeeze(1)
+    def arrive(self, sent: Sent) -> Sent:
+        """Wait, and sort by expert."""
+        rows, weights = self._sorted(self.of_rows.wait(sent[0])), sent[1]
+        return rows, None if weights is None else self._sorted(self.of_weights.wait(weights)).squeeze(1)
 
-    def _exchange(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.arrived is None:
-            return rows
-        return Permute.apply(exchange_rows(rows, self.ep, self.sent, self.received), self.arrived, self.returned)
+    def _sorted(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.arrived is None else Permute.apply(rows, self.arrived, self.returned)
 
     def bring_back(self, rows_RH: torch.Tensor) -> torch.Tensor:
         """Go the same way back; sum in the order of the choices."""
         if self.arrived is not None:
             rows_RH = Permute.apply(rows_RH, self.returned, self.arrived)
-            rows_RH = exchange_rows(rows_RH, self.ep, self.received, self.sent)
-        return self.ops.combine_rows(rows_RH, self.order, self.inverse, self.k)
+        back = exchange_of(self.ep, self.received, self.sent)
+        return self.ops.combine_rows(back.wait(back.start(rows_RH)), self.order, self.inverse, self.k)
 
 
 class AllGather(Dispatch):
@@ -160,7 +170,7 @@ class AllGather(Dispatch):
         gathering.wait()
         self.ep = ep
         self.ops = ops
-        self.k = ids_TK.shape[1]
+        self.k, self.slots = ids_TK.shape[1], ids_TK.numel()
         self.local = num_experts // ep.size
         own = all_ids.flatten() - ep.rank * self.local
         own = own.where((own >= 0) & (own < self.local), self.local)  # experts elsewhere come last
@@ -171,7 +181,7 @@ class AllGather(Dispatch):
         self.order = _order(own, kinds)
         self.inverse = _inverse(self.order)
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Wait for the counts, and leave out what other ranks work on."""
         self.known = self.counts()
         (arriving,) = self.known
@@ -180,20 +190,28 @@ class AllGather(Dispatch):
         rows = sum(sizes)
         self.order, self.inverse = self.order[:rows], self.inverse.clamp(max=rows)
 
-    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
-        """Gather, and take the rows of this rank's experts."""
-        weights_TK = weights_TK if weights_TK is None else gather_sequence(weights_TK, self.ep)
-        return self.ops.spread_rows(gather_sequence(x_TH, self.ep), self.order, self.inverse, self.k, weights_TK)
+    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, weigh: bool) -> Sent:
+        """Start gathering."""
+        self.of_weights, self.of_tokens, self.weigh = gather_of(self.ep, in_turns=False), gather_of(self.ep), weigh
+        weights = self.of_weights.start(weights_TK)
+        return self.of_tokens.start(x_TH), weights
 
-    def send_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Gather, and take those of the rows."""
-        weights = gather_sequence(weights_TK, self.ep).view(-1, 1)
-        return Permute.apply(weights, self.order, self.inverse).squeeze(1)
+    def arrive(self, sent: Sent) -> Sent:
+        """Wait, also for the counts, and take the rows of this rank's experts."""
+        self._wait()
+        x_TH = self.of_tokens.wait(sent[0])
+        assert sent[1] is not None
+        weights_TK = self.of_weights.wait(sent[1])
+        rows = self.ops.spread_rows(x_TH, self.order, self.inverse, self.k, weights_TK if self.weigh else None)
+        if self.weigh:
+            return rows, None
+        return rows, Permute.apply(weights_TK.view(-1, 1), self.order, self.inverse).squeeze(1)
 
     def bring_back(self, rows_RH: torch.Tensor) -> torch.Tensor:
         """Sum what there is of each token, and that over the ranks."""
         y_TH = self.ops.combine_rows(rows_RH, self.order, self.inverse, self.k)
-        return collectives.scatter_sequence(y_TH, self.ep)
+        back = scatter_of(self.ep)
+        return back.wait(back.start(y_TH))
 
 
 DISPATCHES: dict[str, type[Dispatch]] = {"alltoall": AllToAll, "allgather": AllGather}

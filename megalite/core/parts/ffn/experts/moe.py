@@ -22,7 +22,7 @@ from megalite.core.mesh.collectives import copy_to, gather_sequence, reduce_from
 from megalite.core.mesh.context import Axis
 from megalite.core.model.layers import Layers
 from megalite.core.parts.ffn.dense.mlp import MLP
-from megalite.core.parts.ffn.experts.dispatch import DISPATCHES, Dispatch
+from megalite.core.parts.ffn.experts.dispatch import DISPATCHES, Dispatch, Sent
 from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear, WideLinear
 from megalite.core.parts.ffn.experts.routing import Router, Routing
 
@@ -45,11 +45,12 @@ class MoELayer(nn.Module):
         """Transform every token; the result has the shape of x."""
         routing = self.router.route(x_SBH, fwd)
         way = self.experts.start(routing)
-        # While the shared expert runs, the numbers of rows travel to the host.
+        sent = self.experts.send(x_SBH.flatten(0, 1), routing, way)
+        # Tokens travel while the shared expert runs, and gradients while its backward pass does.
         shared = None if self.shared_expert is None else self.shared_expert(x_SBH, fwd)
         if shared is not None and self.shared_expert_gate is not None:
             shared = (shared * self.shared_expert_gate(x_SBH).sigmoid()).to(shared.dtype)
-        y_SBH = self.experts(x_SBH.flatten(0, 1), routing, way).view(x_SBH.shape)
+        y_SBH = self.experts(sent, routing, way).view(x_SBH.shape)
         return routing.add_loss(y_SBH if shared is None else y_SBH + shared, fwd)
 
 
@@ -86,22 +87,27 @@ class Experts(nn.Module):
         known = self.log.counts.pop(routing.key, None) if self.log.recomputing else None
         return self.dispatch(ids_TK, self.num_experts, self.ep, self.ops, known)
 
-    def forward(self, x_TH: torch.Tensor, routing: Routing, way: Dispatch) -> torch.Tensor:
-        """Return the weighed sum of each token's experts, [T, H]."""
+    def send(self, x_TH: torch.Tensor, routing: Routing, way: Dispatch) -> Sent:
+        """Start sending the tokens to their experts."""
         tp = self.tp
         # The weights' gradient, too, is partial on each rank of tp.
-        enter, leave = (gather_sequence, scatter_sequence) if self.sequence_parallel else (copy_to, reduce_from)
+        enter = gather_sequence if self.sequence_parallel else copy_to
         x_TH, weights_TK = enter(x_TH, tp), enter(routing.weights_TK, tp)
-        way.wait()
-        if self.log.remembers and way.known is not None:
+        return way.send(x_TH, weights_TK, self.weigh_inputs)
+
+    def forward(self, sent: Sent, routing: Routing, way: Dispatch) -> torch.Tensor:
+        """Return the weighed sum of each token's experts, [T, H]."""
+        rows, weights_R = way.arrive(sent)
+        # Of two passes that take turns, the other may be one that will be repeated.
+        if self.log.remembers and not self.log.recomputing and way.known is not None:
             self.log.counts[routing.key] = way.known
-        rows = way.send(x_TH, weights_TK if self.weigh_inputs else None)
-        given = rows, way.sizes, None if self.weigh_inputs else way.send_weights(weights_TK)
-        if self._too_many(len(rows), weights_TK.numel()):
+        given = rows, way.sizes, weights_R
+        if self._too_many(len(rows), way.slots):
             rows = checkpoint(self._transform, *given, use_reentrant=False, preserve_rng_state=False)
         else:
             rows = self._transform(*given)
-        return leave(way.bring_back(rows), tp)
+        leave = scatter_sequence if self.sequence_parallel else reduce_from
+        return leave(way.bring_back(rows), self.tp)
 
     def _transform(self, x_RH: torch.Tensor, sizes: Sequence[int], weights_R: torch.Tensor | None) -> torch.Tensor:
         """Apply each expert to its rows, and weigh its outputs."""

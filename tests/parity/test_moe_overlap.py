@@ -1,0 +1,124 @@
+"""Pairs of a forward and a backward pass that take turns: every bit is that of the same passes one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from megalite.core.mesh.collectives import Transfer
+from megalite.runtime.options.run import Config
+from tests.parity import jobs
+from tests.parity.harness import Row, Shape, assert_same_bits, compiled, config, ranks_of, trained
+from tests.parity.models import BIASED, LITE, MIXTRAL, NEXT, QWEN, dropped
+from tests.rows import always_run
+from tests.workers import WorkerPool
+
+EAGER = {"pp": 2, "schedule": "1f1b-eager"}
+INTERLEAVED = {"pp": 2, "vp": 2, "schedule": "interleaved"}
+
+ROWS: dict[str, tuple[Shape, list[Row]]] = {
+    "pp 1": (
+        ranks_of(2, ep=2),
+        [
+            (MIXTRAL, 1, {}, {}),
+            (QWEN, 1, {}, {}),
+            (dropped(QWEN), 2, {}, {"recompute": "full"}),
+            (BIASED, 1, {}, {"recompute": "selective", "precision": "bf16"}),
+            (MIXTRAL, 1, {"moe_dispatch": "allgather"}, {"offload": "optimizer"}),
+        ],
+    ),
+    "pp 2": (
+        ranks_of(4, ep=2, pp=2),
+        [
+            (MIXTRAL, 1, EAGER, {}),
+            (dropped(QWEN), 2, EAGER, {"recompute": "full"}),
+            (QWEN, 1, INTERLEAVED, {}),
+            (MIXTRAL, 1, INTERLEAVED, {"recompute": "selective"}),
+        ],
+    ),
+    "parts": (
+        ranks_of(2, ep=2),
+        [
+            (replace(QWEN, mtp_num_layers=1), 1, {}, {}),
+            (LITE, 1, {}, {}),
+            (NEXT, 1, {}, {}),
+            (dropped(QWEN), 1, {}, {"recompute": "full", "offload": "activations"}),
+            (MIXTRAL, 1, {"moe_memory_factor": 1.0}, {"precision": "fp16", "grad_reduce_dtype": "bf16"}),
+        ],
+    ),
+    "tp 2": (ranks_of(4, ep=2, tp=2), [(QWEN, 1, {}, {}), (QWEN, 0, {"sequence_parallel": False}, {})]),
+    "whole experts": (ranks_of(4, ep=4, tp=2, etp="1"), [(MIXTRAL, 2, {}, {})]),
+    "cp 2": (ranks_of(4, ep=4, cp=2), [(QWEN, 1, {"cp_comm": "a2a"}, {})]),
+}
+
+
+def plain_and_paired(shape: Shape, row: Row) -> list[Config]:
+    """The config, and that with pairs in place of its schedule."""
+    model, zero, more, train = row
+    layout, train = dict(shape[1]) | more, {"micro_batch_size": 1} | train
+    schedule = "interleaved-overlap" if layout.get("vp", 1) > 1 else "1f1b-overlap"
+    return [
+        config(model, zero, each, **train) for each in (layout, layout | {"moe_overlap": True, "schedule": schedule})
+    ]
+
+
+@pytest.mark.parametrize("name", always_run(ROWS, "pp 1", "pp 2"))
+def test_pairs_change_no_bit(pool: WorkerPool, name: str) -> None:
+    shape, rows = ROWS[name]
+    cfgs = [cfg for row in rows for cfg in plain_and_paired(shape, row)]
+    ranks = pool.run(shape[0], trained, cfgs, shape[0])
+    for first in range(0, len(cfgs), 2):
+        assert_same_bits([rank[first : first + 2] for rank in ranks])
+
+
+def noted(rank: int, cfg: Config, world: int) -> list[str]:
+    """Of one step, what a rank sends to experts and back and what arrives, by the kind of pass."""
+    log = list[str]()
+    go, go_back, finish = Transfer.go, Transfer.go_back, Transfer.finish
+
+    def noting(words: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted_call(self: Any, given: Any) -> Any:
+            result = call(self, given)
+            if self._in_turns:
+                log.append(words.format(given))
+            return result
+
+        return noted_call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transfer, "go", noting("F sent", go))
+        patch.setattr(Transfer, "go_back", noting("B sent", go_back))
+        patch.setattr(Transfer, "finish", noting("{} arrived", finish))
+        trained(rank, [cfg], world, steps=1)
+    return log
+
+
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
+def test_each_exchange_travels_while_the_other_pass_runs(pool: WorkerPool, dispatch: str) -> None:
+    """All but those of the first forward and the last backward pass, and in one order on all ranks."""
+    shape = ranks_of(2, ep=2)
+    (_, paired) = plain_and_paired(shape, (MIXTRAL, 1, {"moe_dispatch": dispatch}, {}))
+    log, other = pool.run(2, noted, paired, 2)
+    assert log == other
+    alone = 2 * MIXTRAL.num_layers
+    first, pairs, last = log[: 2 * alone], log[2 * alone : -2 * alone], log[-2 * alone :]
+    assert first == ["F sent", "F arrived"] * alone
+    assert last == ["B sent", "B arrived"] * alone
+    # Forward and backward passes of three pairs: what is sent by one is followed by what the other has waited for.
+    assert len(pairs) == 3 * 4 * alone
+    for sent, following in pairwise(pairs):
+        assert not sent.endswith("sent") or sent[0] != following[0], pairs
+
+
+@pytest.mark.full
+def test_compiled_blocks(pool: WorkerPool) -> None:
+    shape = ranks_of(2, ep=2)
+    cfgs = [
+        jobs.with_train(cfg, compile=True)
+        for cfg in plain_and_paired(shape, (replace(MIXTRAL, num_layers=2), 1, {}, {}))
+    ]
+    assert_same_bits(pool.run(2, compiled, cfgs, 2, 4))
