@@ -204,6 +204,32 @@ def test_a_host_comes_back_at_a_step_that_is_rewound(hosts: Hosts, zygote: Zygot
     assert last[13]["consumed_samples"] == expected[13]["consumed_samples"]
 
 
+def test_the_first_host_is_lost(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """Hub, store and lock were on it: another guard is the hub, and takes in the host once it is back."""
+    flags, folder, run = ["--zero", "1"], tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", flags)
+    later = {**waits_at(6, folder, 1), "path": str(folder / "go further")}
+    flags += [*ELASTIC, "--grow-after", "0"]
+    jobs = hosts.begin(folder, flags, 0, waits_at(4, folder, 1), later, count=4, launched=True)
+    jobs[0].wait_for(0, "step 3/")
+    hosts.power_off(0)
+    jobs[1].wait_for(0, "back to step ")
+    (folder / "go on").touch()
+    zygote.until(lambda: lines(run)[-1]["step"] >= 5 or jobs[1].ended())
+    jobs.append(hosts.come_back(0))
+    jobs[1].wait_for(0, "is back, in reserve")
+    (folder / "go further").touch()
+    left = end(jobs)
+    assert codes(left) == [KILLED, 0, 0, 0, 0], left
+    assert "is lost (rank 0): dp 4 -> 3, 8 micro-batches as 2 3 3: back to step" in left[1].err
+    assert "joins (rank 3): dp 3 -> 4, 8 micro-batches as 2 2 2 2: on from step" in left[1].err
+    assert_as(run, whole)
+    assert repeated(run) <= 2
+    sizes = [tuple(event[name] for name in ("from", "to", "reserve", "round")) for event in events(run, "resize")]
+    assert sizes == [(4, 3, 0, 1), (3, 4, 0, 2)]
+    zygote.until(lambda: not members_of(tmp_path))
+
+
 @pytest.mark.full
 def test_a_host_that_is_told_to_stop(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """It leaves after a step, and the others go on; told all together, the run saves and ends."""

@@ -1,6 +1,7 @@
 """The guard of rank 0 decides for all guards: when a round is broken, which copy all go back to, when the run ends.
 
-Every guard, also that of rank 0, has one connection to it. Standard library only.
+Every guard, also that of rank 0, has one connection to it. Where its host may be lost, it tells the others what they
+must know to take its place; the guard that does is rank 0 from then on. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,20 +15,24 @@ from collections import Counter
 from functools import partial
 
 from megalite.core.base.log import env_int, unfinished_code
-from megalite.runtime.recover import messages
-from megalite.runtime.recover.connections import EventLoop, Link, is_token
+from megalite.runtime.recover import messages, succession
+from megalite.runtime.recover.connections import EventLoop, Link, is_token, open_server
 from megalite.runtime.recover.peers import (
     OTHER,
     OTHER_DATA,
     Failure,
     Peer,
+    address_of,
     buddies,
     by_host,
     describe_change,
+    dismiss,
     find_copies,
     find_lenders,
     has_other_data,
+    missing,
     refuse,
+    stop_with,
 )
 from megalite.runtime.recover.processes import say
 
@@ -37,8 +42,8 @@ _DEATHS_AT_A_STEP = 3
 _GATHER_S = 60.0
 # Hosts that come back do so together, and so do signals that ask all of them to stop.
 _QUIET_S, _TOLD_TOGETHER_S = 10.0, 3.0
-# Where the hub is if no other host has ranks.
-LOOPBACK = "127.0.0.1"
+# Others may notice so much later that the hub's host is lost.
+_NOTICE_S = 15.0
 # What a scheduler takes for "start it again" (EX_TEMPFAIL).
 UNFINISHED = 75
 
@@ -57,10 +62,26 @@ class Hub:
         loop: where it is read.
         listen: the run's sizes and rules.
         spares: how many reserves the launcher starts.
+        server: where guards connect, if it listens already.
+        state: what the last hub has told, if this one takes its place.
+        own: address of the guard's keeper, as `address_of` gives it.
+
+    Attributes:
+        port, token: where it is, and what it wants to hear.
+        store: what listens for the store of the round, until its process has that.
     """
 
-    def __init__(self, loop: EventLoop, listen: messages.Listen, spares: int = 0) -> None:
-        self._loop = loop
+    def __init__(
+        self,
+        loop: EventLoop,
+        listen: messages.Listen,
+        spares: int = 0,
+        server: socket.socket | None = None,
+        state: messages.HubState | None = None,
+        own: messages.Address = ("", 0),
+        token: str = "",
+    ) -> None:
+        self._loop, self._listen, self._own = loop, listen, own
         self._world = world = listen.world
         self._limit = listen.limit
         self._elsewhere = listen.elsewhere
@@ -70,11 +91,9 @@ class Hub:
         self._grows_at, self._changes = 0.0, 0
         # The number of ranks of each layout that there has been, and which is that of the round.
         self._worlds, self._layout = {0: world}, 0
-        # Not at the address of this host's name: here it may be 127.0.1.1, or one that only the others can use.
-        both = socket.has_dualstack_ipv6() and not listen.alone
-        family, address = socket.AF_INET6 if both else socket.AF_INET, LOOPBACK if listen.alone else ""
-        self._server = socket.create_server((address, 0), family=family, backlog=1024, dualstack_ipv6=both)
-        self.port, self.token = self._server.getsockname()[1], secrets.token_hex(16)
+        self._server = server or open_server(listen.alone)
+        self.port, self.token = self._server.getsockname()[1], token or secrets.token_hex(16)
+        self.store: socket.socket | None = None
         self._guards: dict[int, Peer] = {}
         self._reserves: list[Peer] = []
         # Reserves that have not said hello yet, and ranks that have no guard until one does.
@@ -99,6 +118,12 @@ class Hub:
         # Of whom ranks load what the round goes on from, where that is of another layout.
         self._lenders = list[Peer]()
         self._deaths: Counter[tuple[int, int]] = Counter()
+        # Of the last hub, until this one's first round begins; which hub this is.
+        self._last, self._number = state, state.number + 1 if state else 0
+        if state:
+            self._take_over(state)
+            for seconds in (_NOTICE_S, _GATHER_S, max(_GATHER_S, self._patience)):
+                loop.after(seconds, partial(self._expect_nobody, seconds))
         loop.watch(self._server.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -112,6 +137,8 @@ class Hub:
             link.close()
             return
         peer = Peer(link, message.rank, message.port, message.network, message.host, data=message.data)
+        if self._last:
+            peer.rank, peer.was = -1, peer.rank
         # Stand-ins are forks of those that are here.
         if peer.rank < 0 and message.identity != self._identity and not self._stood_in:
             refuse(peer, OTHER)
@@ -131,10 +158,12 @@ class Hub:
         elif peer.rank < 0:
             if is_back:
                 say(0, f"a rank on {peer.host} is back, in reserve")
+            self._tell_state()
             self._look_for_growth()
         elif self._elsewhere and peer.rank >= 0 and len(self._guards) == self._world:
             for rank, address in enumerate(self._addresses_of_buddies()):
                 self._guards[rank].link.send(messages.Buddy(address))
+            self._tell_state()
             say(0, f"{MET}: the loss of a host does not end the run at once from here on")
 
     def learn_data(self, digest: str) -> None:
@@ -147,12 +176,7 @@ class Hub:
 
     def _addresses_of_buddies(self) -> list[messages.Address | None]:
         found = buddies([self._guards[rank].network for rank in range(self._world)]) if self._elsewhere else []
-        return [None if buddy is None else self._address(self._guards[buddy]) for buddy in found]
-
-    @staticmethod
-    def _address(peer: Peer) -> messages.Address:
-        """Where a guard's keeper is: at the hub's host, "" for short, if the guard is there itself."""
-        return "" if peer.link.peer.startswith(("127.", "::1")) else peer.link.peer, peer.port
+        return [None if buddy is None else address_of(self._guards[buddy]) for buddy in found]
 
     def _tell(self, message: messages.FromHub) -> None:
         for peer in [*self._guards.values(), *self._reserves]:
@@ -185,6 +209,10 @@ class Hub:
                 self._paused.add(peer.rank)
                 if len(self._paused) == self._world:
                     self._break(-1, "", died=False)
+            case messages.HubState() if self._last and message.round > self._round:
+                # A "go" that not all have heard: none of its trainers can have done a step.
+                self._take_over(message)
+                self._tell(messages.Break(self._round))
             case messages.Leaves():
                 self._ask_to_leave(peer)
             case messages.Done() if message.round == self._round and self._broken is None:
@@ -196,7 +224,8 @@ class Hub:
         """A guard is gone, with all that it guarded: have a reserve be its rank."""
         if peer in self._reserves:
             self._reserves.remove(peer)
-            if not peer.leaves:
+            self._tell_state()
+            if not peer.leaves and peer.was < 0:
                 say(0, f"a rank in reserve is gone with its host or its guard, {len(self._waiting())} left")
             if peer in self._lenders and not self._began:
                 self._break(-1, "a rank in reserve of which others load is gone", died=False)
@@ -221,7 +250,7 @@ class Hub:
 
     def _fill_vacancies(self) -> None:
         """Have reserves be the ranks whose guards are gone; where none has come yet, the round waits for it."""
-        while self._vacant and (waiting := self._waiting()):
+        while self._vacant and not self._last and (waiting := self._waiting()):
             rank, substitute = self._vacant.pop(0), waiting[0]
             self._reserves.remove(substitute)
             substitute.rank, self._guards[rank] = rank, substitute
@@ -234,6 +263,55 @@ class Hub:
     def _waiting(self) -> list[Peer]:
         """Reserves that may take a place."""
         return [peer for peer in self._reserves if not peer.leaves]
+
+    # ------------------------------------------------------------------------------------------- from hub to hub
+
+    def _tell_state(self, over: bool = False) -> None:
+        """Tell all what who takes this hub's place must know; `over`: nobody is to take it."""
+        if not self._listen.folder or 0 not in self._guards:
+            return
+        first, everyone = self._guards[0], [*self._guards.values(), *self._reserves]
+        here = sum(peer.network == first.network for peer in self._guards.values())
+        others, round_ = sum(peer.network != first.network for peer in everyone), -1 if over else self._round
+        state = messages.HubState(
+            *(self._listen, self._number, round_, self._layout, [*self._worlds.items()], self._recoveries),
+            *(self._data, first.host, first.network, here, others),
+        )
+        for peer in everyone:
+            peer.link.send(state._replace(address=address_of(peer)[0]))
+
+    def _take_over(self, state: messages.HubState) -> None:
+        """Begin where the last hub was: its round is broken, and all who come get new places."""
+        self._last, self._round, self._layout, self._worlds = state, state.round, state.layout, dict(state.worlds)
+        self._world, self._recoveries, self._data = self._worlds[state.layout], state.recoveries, state.data
+        self._expected = max(0, state.others - len(self._reserves))
+        self._vacant = [*range(self._world)]
+        self._silent, self._lost = set(self._vacant), set(self._vacant)
+        self._broken = Failure(0, {0}, "the hub is lost", time.monotonic())
+        for peer in self._reserves:
+            peer.held = None
+
+    def _expect_nobody(self, waited: float) -> None:
+        """Go on with those who have come."""
+        if self._last:
+            self._expected = 0
+            if waited >= _GATHER_S:
+                self._drop_silent_reserves()
+            self._patience = self._patience if waited < self._patience else 0
+            self._go_if_all_are_dead()
+
+    def _is_a_minority(self) -> bool:
+        """Whether this hub is of the smaller part of a run that a lost connection has cut in two."""
+        return bool(self._last) and 2 * sum(peer.was >= 0 for peer in self._reserves) < self._world
+
+    def _may_begin(self, round_: int) -> bool:
+        """Whether no other hub has begun a round; told by the disk, which only a hub that is new cannot do without."""
+        if not self._listen.folder:
+            return True
+        try:
+            return succession.begin_round(self._listen.folder, round_)
+        except OSError:
+            return self._last is None
 
     # --------------------------------------------------------------------------------------- hosts that come and go
 
@@ -254,16 +332,10 @@ class Hub:
         if peer.rank < 0:
             self._let_go()
         elif 0 not in self._guards or peer.network == self._guards[0].network or not self._fitting():
-            self._stop_with(peer)
+            stop_with(peer)
         else:
             # The whole run may have been told to, and the other hosts, with the hub, hear of it a little later.
             self._loop.after(_TOLD_TOGETHER_S, self._pause_for_leavers)
-
-    @staticmethod
-    def _stop_with(peer: Peer) -> None:
-        """Have the whole run stop, as this host was told to."""
-        peer.leaves = False
-        peer.link.send(messages.Stop())
 
     def _pause_for_leavers(self) -> None:
         if any(peer.leaves for peer in self._guards.values()):
@@ -279,13 +351,7 @@ class Hub:
         if self._broken is None and (self._round == 0 or len(self._began) == self._world):
             for peer in [peer for peer in self._reserves if peer.leaves]:
                 self._reserves.remove(peer)
-                self._dismiss(peer, unfinished_code())
-
-    @staticmethod
-    def _dismiss(peer: Peer, code: int) -> None:
-        """End a guard that is in no list any more."""
-        peer.link.heard = lambda _: None
-        peer.link.send(messages.End(code, "", kill=True))
+                dismiss(peer, unfinished_code())
 
     # --------------------------------------------------------------------------------------------------- rounds
 
@@ -303,7 +369,7 @@ class Hub:
         leavers = [peer for peer in self._guards.values() if peer.leaves]
         if not self._fitting():
             for peer in leavers:
-                self._stop_with(peer)
+                stop_with(peer)
         self._left = {peer.rank: peer for peer in leavers if peer.leaves}
         for place, peer in self._left.items():
             self._reserves.append(self._guards.pop(place))
@@ -350,12 +416,12 @@ class Hub:
         for peer in [peer for peer in self._reserves if peer.held is None]:
             self._reserves.remove(peer)
             # Launchers take a code for the run's error, and a signal for a loss.
-            self._dismiss(peer, -signal.SIGKILL)
+            dismiss(peer, -signal.SIGKILL)
 
     def _give_up_on(self, peer: Peer) -> None:
         """As if the host of a guard that says nothing were lost, where the run goes on without it."""
         if self._unit and peer.rank > 0 and not self._gave_up and not self._ended:
-            self._dismiss(peer, -signal.SIGKILL)
+            dismiss(peer, -signal.SIGKILL)
             self._lose(peer)
 
     def _give_up_substitute(self, number: int, peer: Peer) -> None:
@@ -372,6 +438,9 @@ class Hub:
     def _ask_for_stand_ins(self) -> None:
         """Have those who keep the lost ranks' copies start guards for them, for a last save: nobody is in reserve."""
         assert self._broken is not None
+        if self._last:
+            self._end_unfinished(f"host {self._last.host} is lost, and too few ranks are left to go on without it")
+            return
         common, keepers = find_copies(self._guards, self._world)
         lost = sorted(set(self._vacant) - set(keepers))
         self._gave_up, self._stood_in = "no rank is left in reserve", True
@@ -392,18 +461,25 @@ class Hub:
         fits = self._fitting()
         if self._vacant and (self._expected or (self._patience and not fits)):
             return
+        if self._is_a_minority():
+            self._end(-signal.SIGKILL, "most hosts cannot be reached: if they live, they go on", kill=True)
+            return
         if self._vacant and not fits:
             self._ask_for_stand_ins()
             return
         world = fits or self._world
-        common, keepers = find_copies(self._guards, self._world) if world == self._world else ([], {})
-        moves, source, lenders = False, 0, list[Peer]()
+        stays = world == self._world and self._last is None
+        common, keepers = find_copies(self._guards, self._world) if stays else ([], {})
+        moves, source, lenders = self._last is not None, 0, list[Peer]()
         if self._unit and not common:
             everyone = [*self._guards.values(), *self._reserves]
             if any(peer.held is None for peer in everyone):
                 return  # who waits may have what nobody else has
             source, common, lenders = find_lenders(everyone, self._worlds)
-            moves = world != self._world or bool(common)
+            moves = moves or world != self._world or bool(common)
+        if self._last:
+            self._gone = missing(self._last, self._reserves)
+            self._broken.dead.update(self._gone)
         self._lenders, ranks = lenders, self._count_deaths(common)
         if self._gave_up and not common:
             self._end_unfinished(f"{self._broken.cause}; {self._gave_up}, and there is no state to save")
@@ -420,7 +496,7 @@ class Hub:
         )
         joined = list[Peer]()
         if moves:
-            go = go._replace(was=self._world, source=source, lenders=[*map(self._address, lenders)])
+            go = go._replace(was=self._world, source=source, lenders=[*map(address_of, lenders)])
             joined = self._take_places(world)
             keepers = {}
         if moves or not ranks:
@@ -457,8 +533,10 @@ class Hub:
 
     def _take_places(self, world: int) -> list[Peer]:
         """Give the guards that stay new ranks, host by host, the others wait; return those that have waited before."""
-        peers = by_host([*(self._guards[rank] for rank in sorted(self._guards)), *self._waiting()])
-        joined = [peer for peer in peers[:world] if peer.rank < 0]
+        # Where this hub is new, who waits had places, and its own guard is the first.
+        waiting = sorted(self._waiting(), key=lambda p: (address_of(p) != self._own, p.was < 0, p.was))
+        peers = by_host([*(self._guards[rank] for rank in sorted(self._guards)), *waiting])
+        joined = [peer for peer in peers[:world] if peer.rank < 0 and peer.was < 0]
         for rank, peer in enumerate(peers):
             peer.rank = rank if rank < world else -1
         leavers = [peer for peer in self._reserves if peer.leaves]
@@ -468,19 +546,28 @@ class Hub:
         return joined
 
     def _go(self, go: messages.Go, keepers: dict[int, Peer]) -> None:
+        if not self._may_begin(go.round):
+            self._end(-signal.SIGKILL, "the run goes on without this host, which could not be reached", kill=True)
+            return
         self._round = go.round
-        self._broken = None
+        self._broken = self._last = None
         self._done, self._began, self._paused, self._taken = set(), set(), set(), []
         go = go._replace(layout=self._layout, reserve=len(self._waiting()))
         if self._layout:
             go = go._replace(world=self._world)
+        if self._listen.folder:
+            if self.store is not None:
+                self.store.close()  # its process was never there
+            self.store = open_server()
+            go = go._replace(store=("", self.store.getsockname()[1]))
+        self._tell_state(over=bool(go.gave_up))
         for rank, address in enumerate(self._addresses_of_buddies() or [None] * self._world):
-            fetch = self._address(keepers[rank]) if rank in keepers else None
+            fetch = address_of(keepers[rank]) if rank in keepers else None
             self._guards[rank].link.send(go._replace(rank=rank, buddy=address, fetch=fetch))
         for reserve in self._reserves:
             reserve.link.send(go)
         for peer in [*self._guards.values(), *self._reserves]:
-            peer.held = peer.kept = peer.lent = None
+            peer.held, peer.kept, peer.lent, peer.was = None, None, None, -1
         if self._unit:
             self._loop.after(_GATHER_S, partial(self._give_up_deaf, self._round))
             self._grows_at = time.monotonic() + self._grow_after

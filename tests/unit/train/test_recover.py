@@ -695,7 +695,7 @@ def test_a_reserve_waits_for_the_hub_of_this_attempt(monkeypatch: pytest.MonkeyP
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(restore, "join_store", lambda: (Store(), 0, 1))
-        assert restore.find_hub(waits=True) == f"127.0.0.1 {server.getsockname()[1]} new"
+        assert restore.find_hub("", waits=True) == f"127.0.0.1 {server.getsockname()[1]} new"
 
 
 def test_seconds_are_told_where_the_clock_is_that_they_began_on(
