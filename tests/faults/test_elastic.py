@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.runtime.recover.hub import UNFINISHED
+from megalite.runtime.checkpoint.manifest import read_manifest
+from megalite.runtime.recover.hub_base import UNFINISHED
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
 from tests.faults.harness import (
@@ -210,8 +211,10 @@ def test_the_first_host_is_lost(hosts: Hosts, zygote: Zygote, tmp_path: Path) ->
     whole = undisturbed(zygote, tmp_path / "whole", flags)
     later = {**waits_at(6, folder, 1), "path": str(folder / "go further")}
     flags += [*ELASTIC, "--grow-after", "0"]
+    flags += ["--save-every", "2", "--keep-last", "10"]
     jobs = hosts.begin(folder, flags, 0, waits_at(4, folder, 1), later, count=4, launched=True)
     jobs[0].wait_for(0, "step 3/")
+    zygote.until(lambda: committed(run))
     hosts.power_off(0)
     jobs[1].wait_for(0, "back to step ")
     (folder / "go on").touch()
@@ -227,6 +230,9 @@ def test_the_first_host_is_lost(hosts: Hosts, zygote: Zygote, tmp_path: Path) ->
     assert repeated(run) <= 2
     sizes = [tuple(event[name] for name in ("from", "to", "reserve", "round")) for event in events(run, "resize")]
     assert sizes == [(4, 3, 0, 1), (3, 4, 0, 2)]
+    # It is one run: what the lost host has saved is its own.
+    saved = [run / "checkpoints" / name for name in ("step_00000002", "step_00000008")]
+    assert len({read_manifest(path).run_id for path in saved}) == 1
     zygote.until(lambda: not members_of(tmp_path))
 
 

@@ -171,8 +171,10 @@ def join_store(listens: int = -1) -> tuple[dist.Store, int, int]:
     """
     if listens >= 0:
         port, rank, world = (env_int(name, 0) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
-        options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listens}
-        return dist.TCPStore("localhost", port, timeout=RENDEZVOUS_TIMEOUT, **options), rank, world
+        store = dist.TCPStore(
+            *("localhost", port, None, True), RENDEZVOUS_TIMEOUT, wait_for_workers=False, master_listen_fd=listens
+        )
+        return store, rank, world
     return next(iter(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
 
 

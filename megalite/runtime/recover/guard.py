@@ -24,7 +24,8 @@ from megalite.runtime.base.child import children, signal_when_parent_dies
 from megalite.runtime.recover import messages, succession
 from megalite.runtime.recover.connections import LOOPBACK, EventLoop, Link, network, open_server
 from megalite.runtime.recover.held import Held
-from megalite.runtime.recover.hub import UNFINISHED, Hub
+from megalite.runtime.recover.hub import Hub
+from megalite.runtime.recover.hub_base import UNFINISHED
 from megalite.runtime.recover.offsite import first_number
 from megalite.runtime.recover.processes import (
     Member,

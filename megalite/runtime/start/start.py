@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import secrets
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def open_run(
             log_banner(engine, chats=bool(datasets.chat_templates()))
         heartbeat.beat("set-up: checkpoint", patience=OWN)
         copies = restore.open_copies(engine, companion)
-        run_id = gather_texts(companion.turn.run_id, ctx.world, ctx.device)[0]
+        # Rank 0's on every rank: one of another host may be rank 0 next.
+        run_id = gather_texts(companion.turn.run_id or secrets.token_hex(8), ctx.world, ctx.device)[0]
         checkpointer = _make_checkpointer(cfg, run_dir, ctx, run_id)
         exit_stack.callback(checkpointer.close)
         source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer, copies, companion)
