@@ -219,6 +219,7 @@ class Hub(HubBase):
             for peer in [peer for peer in self._reserves if peer.leaves]:
                 self._reserves.remove(peer)
                 dismiss(peer, unfinished_code())
+            self._tell_state()
 
     # --------------------------------------------------------------------------------------------------- rounds
 
@@ -278,7 +279,9 @@ class Hub(HubBase):
         fits = self._fitting()
         if self._vacant and (self._expected or (self._patience and not fits)):
             return
-        if self._is_a_minority():
+        if self._last is None and self._lets_others_begin():
+            return
+        if self._last and self._is_a_minority():
             self._end(-signal.SIGKILL, "most hosts cannot be reached: if they live, they go on", kill=True)
             return
         if self._vacant and not fits:

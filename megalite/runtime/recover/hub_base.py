@@ -92,6 +92,8 @@ class HubBase:
         self._deaths: Counter[tuple[int, int]] = Counter()
         # Of the last hub, until this one's first round begins; which hub this is.
         self._last, self._number = state, state.number + 1 if state else 0
+        # How many guards there were when no round was broken.
+        self._strength = 0
         if state:
             self._take_over(state)
             for seconds in (_NOTICE_S, GATHER_S, max(GATHER_S, self._patience)):
@@ -130,6 +132,8 @@ class HubBase:
         if not self._listen.folder or 0 not in self._guards:
             return
         first, everyone = self._guards[0], [*self._guards.values(), *self._reserves]
+        if self._broken is None:
+            self._strength = len(everyone)
         here = sum(peer.network == first.network for peer in self._guards.values())
         others, round_ = sum(peer.network != first.network for peer in everyone), -1 if over else self._round
         state = messages.HubState(
@@ -160,8 +164,18 @@ class HubBase:
             self._go_if_all_are_dead()
 
     def _is_a_minority(self) -> bool:
-        """Whether this hub is of the smaller part of a run that a lost connection has cut in two."""
-        return bool(self._last) and 2 * sum(peer.was >= 0 for peer in self._reserves) < self._world
+        """Whether fewer than half of all guards are left: a lost connection may have cut the run in two."""
+        before = self._last.here + self._last.others if self._last else self._strength
+        return 2 * (len(self._guards) + len(self._reserves)) < before
+
+    def _lets_others_begin(self) -> bool:
+        """Whether most hosts are gone so short a while ago that they may live, and begin the next round."""
+        assert self._broken is not None
+        left = self._broken.died + 2 * _NOTICE_S - time.monotonic()
+        if not self._is_a_minority() or left <= 0:
+            return False
+        self._loop.after(left, self._go_if_all_are_dead)
+        return True
 
     def _may_begin(self, round_: int) -> bool:
         """Whether no other hub has begun a round; told by the disk, which only a hub that is new cannot do without."""
