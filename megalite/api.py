@@ -101,7 +101,7 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
         memory = exit_stack.enter_context(diagnosing_memory(cfg, grid, device, rank))
         ctx = ParallelContext.create(grid, device, timeout=timeout)
         tasks = open_tasks(cfg, ctx, companion)
-        run = open_run(cfg, ctx, train_data, valid_data, companion)
+        run = open_run(cfg, ctx, train_data, valid_data, companion, tasks.identity() if tasks else "")
         if tasks is not None:
             run.tasks = tasks
             tasks.prepare(run)

@@ -91,8 +91,11 @@ class Hub(HubBase):
             say(0, f"{MET}: the loss of a host does not end the run at once from here on")
 
     def learn_data(self, digest: str) -> None:
-        """Hear from rank 0 what the run trains on: reserves that came earlier may have other data."""
+        """Hear from rank 0 what the run began with: reserves that came earlier may have other data."""
+        if self._data:
+            return  # a later process need not have read the tasks again
         self._data = digest
+        self._tell_state()
         for peer in [peer for peer in self._reserves if has_other_data(peer, digest)]:
             self._reserves.remove(peer)
             refuse(peer, OTHER_DATA)

@@ -72,7 +72,7 @@ class Meet(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What rank 0 trains on, as a digest: that of reserves must be the same."""
+    """What rank 0 trains on and evaluates, as a digest: that of reserves must be the same."""
 
     digest: str
 

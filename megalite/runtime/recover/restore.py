@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from megalite.runtime.recover.connections import LOOPBACK, network
 from megalite.runtime.recover.copies import Copies
 from megalite.runtime.recover.member import Companion, GuardedRank
 from megalite.runtime.recover.messages import Listen
-from megalite.runtime.start.inputs import digest_of, open_data, resolve_vocabulary
+from megalite.runtime.start.inputs import digest_of, identity_of, open_data, resolve_vocabulary
 from megalite.runtime.start.resume import Source
 
 # With --elastic: an address of IPv6 and a port take up to 60 bytes of `MAX_MESSAGE`.
@@ -85,7 +86,7 @@ def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None
         if ctx.rank == 0:
             unit = Grid.from_config(cfg.parallel).world if cfg.run.elastic else 0
             listen = Listen(ctx.world.size, cfg.run.max_recoveries, alone, elsewhere, unit, cfg.run.min_ranks)
-            listen = listen._replace(grow_after=cfg.run.grow_after, identity=identity_of(cfg), folder=folder)
+            listen = listen._replace(grow_after=cfg.run.grow_after, identity=identity_of_code(cfg), folder=folder)
             offer = companion.host(listen)
             if cfg.run.spare_ranks or cfg.run.elastic:
                 join_store()[0].set(_HUB, offer)
@@ -114,7 +115,7 @@ def how_to_join(cfg: Config) -> str:
     return json.dumps({**place, "directory": os.getcwd(), "command": sys.argv}, indent=1) + "\n"
 
 
-def identity_of(cfg: Config) -> str:
+def identity_of_code(cfg: Config) -> str:
     """Return what a host that comes later must have as those of the run have it: options and code; "" if any may come.
 
     With others, all ranks would find out when they meet, and end.
@@ -127,12 +128,20 @@ def identity_of(cfg: Config) -> str:
     return total.hexdigest()[:16]
 
 
-def identify(cfg: Config, train_data: Samples | None = None, valid_data: Samples | None = None) -> tuple[str, str]:
-    """Return `identity_of`, and the digest of the data that this host would train on; both "" if any may come.
+def identify(
+    cfg: Config,
+    train_data: Samples | None = None,
+    valid_data: Samples | None = None,
+    tasks_of: Callable[[Config], str] = lambda _: "",
+) -> tuple[str, str]:
+    """Return `identity_of_code`, and the digest of the data that this host would use; both "" if any may come.
 
     Data that cannot be opened are told of in a line, and have a digest that no others have: the hub refuses this host.
+
+    Args:
+        tasks_of: reads `--eval-tasks`; returns their identity. As rank 0 of a later round this host would evaluate.
     """
-    if not (identity := identity_of(cfg)):
+    if not (identity := identity_of_code(cfg)):
         return "", ""
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -140,7 +149,7 @@ def identify(cfg: Config, train_data: Samples | None = None, valid_data: Samples
         resolved, tokenizer = resolve_vocabulary(cfg, train_data is not None)
         datasets = open_data(resolved, tokenizer, train_data, valid_data)
         with contextlib.closing(datasets):
-            return identity, digest_of(datasets.identity())
+            return identity, digest_of(identity_of(datasets, tokenizer, tasks_of(cfg)))
     except UserError as e:
         print(mask(f"error: {e}"), file=sys.stderr, flush=True)
         return identity, "none"
