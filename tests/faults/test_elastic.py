@@ -424,3 +424,30 @@ def test_a_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> 
         zygote.until(lambda: said("dp 2 -> 3, 8 micro-batches as 2 3 3: on from step ", 2))
         launchers[4].send_signal(signal.SIGTERM)
         zygote.until(lambda: launchers[4].poll() is not None)
+
+
+@pytest.mark.full
+def test_the_first_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """Its torchrun had the store for all hosts; `megalite join` brings it back, without that."""
+    run = tmp_path / "run"
+    flags = [*RUN, *FOREVER, *ELASTIC, "--grow-after", "0", "--recover", "host", "--run-dir", str(run)]
+    with hosts.torchrun(tmp_path, flags) as launchers:
+
+        def said(host: int, words: str) -> bool:
+            assert launchers[1].poll() is None
+            return words in (tmp_path / f"said_{host}").read_text()
+
+        zygote.until(lambda: said(0, "step 5/"))
+        hosts.power_off(0)
+        zygote.until(lambda: len(events(run, "resize")) == 1)
+        hosts.again(0, "-m", "megalite", "join", str(run))
+        zygote.until(lambda: len(events(run, "resize")) == 2)
+        back = events(run, "resize")[1]["step"]
+        zygote.until(lambda: lines(run)[-1]["step"] > back + 2)
+        sizes = [(event["from"], event["to"]) for event in events(run, "resize")]
+        assert sizes == [(3, 2), (2, 3)]
+        assert "is lost (rank 0)" in events(run, "resize")[0]["cause"]
+        launchers[1].send_signal(signal.SIGTERM)
+        launchers[2].send_signal(signal.SIGTERM)
+        zygote.until(lambda: all(launcher.poll() is not None for launcher in launchers))
+        assert committed(run) == {f"step_{lines(run)[-1]['step']:08d}"}
