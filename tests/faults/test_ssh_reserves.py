@@ -159,7 +159,7 @@ def test_a_host_of_an_elastic_run_is_started_again(hosts: Hosts, tmp_path: Path,
 def test_the_first_host_of_an_elastic_run_is_lost(hosts: Hosts, tmp_path: Path, whole: Path) -> None:
     """With the store, and the hub; the other goes on alone, and its end is that of the run."""
     run = launch(hosts, tmp_path, spares=False, ranks=["--elastic"])
-    power_off(hosts, NODES[0])
+    os.kill(agent_of(hosts, NODES[0]), signal.SIGKILL)  # the launcher is there, too
     wait_for(lambda: "dp 2 -> 1, 8 micro-batches as 8, and no other host" in run.text(), "the shrink")
     (tmp_path / "go on").touch()
     assert run.end() == 0, run.text()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megalite.core.base.errors import UserError
+from megalite.extras.launch import local
 from megalite.extras.launch.join import main
+from megalite.runtime.recover.main import JOINS
+from megalite.runtime.recover.succession import FOLDER, Offer, make_offer
+from tests.ranks import reserve_port
 
 TOLD = {"nproc": 1, "nnodes": 2, "master_addr": "127.0.0.1", "run_id": "x", "directory": "/", "command": ["p.py"]}
 
@@ -19,6 +25,27 @@ def test_a_file_that_does_not_say_how(tmp_path: Path) -> None:
         (tmp_path / "join.json").write_text(text)
         with pytest.raises(UserError, match=r"join.json does not say how"):
             main([str(tmp_path)])
+
+
+def test_a_run_whose_first_host_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host has its place: the ranks meet in a store of their own, and are of the launcher's world."""
+    started: list[Any] = []
+
+    class Ranks:
+        def __init__(self, place: local.Place, words: list[str]) -> None:
+            started.extend([place, words, os.environ[JOINS]])
+
+        def run(self) -> int:
+            return 7
+
+    monkeypatch.setattr(local, "LocalRanks", Ranks)
+    monkeypatch.setenv(JOINS, "")
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (tmp_path / "join.json").write_text(json.dumps({**TOLD, "nproc": 4, "master_port": reserve_port()}))
+        assert make_offer(str(tmp_path / FOLDER), 1, Offer("127.0.0.1", server.getsockname()[1], "secret"))
+        assert main([str(tmp_path)]) == 7
+    assert started == [local.Place(4), ["p.py"], "8"]
 
 
 def test_a_run_that_has_ended(tmp_path: Path) -> None:
