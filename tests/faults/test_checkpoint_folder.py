@@ -107,7 +107,7 @@ def test_what_a_lock_proves(
 def test_another_host_of_the_same_run_takes_the_place_of_a_lost_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 may be on another host after a recovery: the lost one's lock stopped the run, and a person had to decide."""
+    """Rank 0 may be on another host after a recovery: the lock of the lost one stopped the run."""
     lost = lock.RunLock(tmp_path, "the run")
     lost.acquire()
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
