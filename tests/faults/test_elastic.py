@@ -34,6 +34,7 @@ from tests.faults.harness import (
     waits_at,
 )
 from tests.faults.zygote import Zygote, members_of
+from tests.ranks import ROOT, reserve_port
 
 pytestmark = pytest.mark.root
 
@@ -427,8 +428,9 @@ def test_a_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> 
 
 
 @pytest.mark.full
-def test_the_first_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
-    """Its torchrun had the store for all hosts; `megalite join` brings it back, without that."""
+@pytest.mark.parametrize("how", ["join", "train"])
+def test_the_first_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path, how: str) -> None:
+    """Its torchrun had the store for all hosts; `megalite join` or `megalite train` brings it back, without that."""
     run = tmp_path / "run"
     flags = [*RUN, *FOREVER, *ELASTIC, "--grow-after", "0", "--recover", "host", "--run-dir", str(run)]
     with hosts.torchrun(tmp_path, flags) as launchers:
@@ -440,7 +442,9 @@ def test_the_first_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: P
         zygote.until(lambda: said(0, "step 5/"))
         hosts.power_off(0)
         zygote.until(lambda: len(events(run, "resize")) == 1)
-        hosts.again(0, "-m", "megalite", "join", str(run))
+        place = f"--nproc 1 --nnodes 3 --node-rank 0 --master-addr {hosts.address} --master-port {reserve_port()}"
+        words = [str(run)] if how == "join" else [*place.split(), str(ROOT / "pretrain_gpt.py"), *flags]
+        hosts.again(0, "-m", "megalite", how, *words)
         zygote.until(lambda: len(events(run, "resize")) == 2)
         back = events(run, "resize")[1]["step"]
         zygote.until(lambda: lines(run)[-1]["step"] > back + 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Sequence
@@ -12,8 +11,7 @@ from typing import Any
 from megalite.core.base.errors import UserError
 from megalite.extras.plan.cluster import read_tree
 from megalite.extras.tool import ToolParser
-from megalite.runtime.recover.main import JOINS
-from megalite.runtime.recover.succession import FOLDER, newest_offer
+from megalite.runtime.recover.succession import has_moved
 
 _CONNECT_S = 30.0
 
@@ -35,23 +33,9 @@ def main(argv: Sequence[str]) -> int:
 
     os.chdir(told["directory"])
     nodes, nproc = told["nnodes"], told["nproc"]
-    if _moved(run):
-        # The store of the first host is gone: this host's ranks have one of their own, and find the hub in the folder.
-        os.environ[JOINS] = str(nodes * nproc)
-        return LocalRanks(Place(nproc), told["command"]).run()
     # The last host may be there too: the rendezvous tells this one its place, which a rank in reserve does not take.
     place = Place(nproc, nodes, nodes - 1, told["master_addr"], told["master_port"], told["run_id"])
     return LocalRanks(place, told["command"]).run()
-
-
-def _moved(run: Path) -> bool:
-    """Whether the run's first host was lost, and another one answers in its place."""
-    offer = newest_offer(str(run / FOLDER))
-    if offer is not None:
-        with contextlib.suppress(OSError):
-            socket.create_connection((offer.host, offer.port), timeout=_CONNECT_S).close()
-            return True
-    return False
 
 
 def _read(run: Path) -> dict[str, Any]:
@@ -66,7 +50,7 @@ def _read(run: Path) -> dict[str, Any]:
     kinds = {"nproc": int, "nnodes": int, "master_addr": str, "master_port": int, "run_id": str, "directory": str}
     if not all(isinstance(told.get(name), kind) for name, kind in {**kinds, "command": list}.items()):
         raise UserError(given, f"{file.name} does not say how", remedy)
-    if _moved(run):
+    if has_moved(str(run)):
         return told
     address = told["master_addr"], told["master_port"]
     try:

@@ -72,6 +72,11 @@ def spare_ranks(argv: Sequence[str]) -> int:
     return int(given) if given.isascii() and given.isdecimal() else 0
 
 
+def run_dir(argv: Sequence[str]) -> str:
+    """Return the run's folder, as a command line names it; "" if it does not."""
+    return _value_of("--run-dir", argv)
+
+
 def survives_hosts(argv: Sequence[str]) -> bool:
     """Whether a command line's run goes on without a lost host, or at least saves its last state."""
     return spare_ranks(argv) > 0 or _value_of("--recover", argv) == "host"

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from megalite.runtime.base.untrusted import BadFile, parse_json
 
 # In the run's folder.
 FOLDER = "hub"
+# A hub that is there answers at once.
+_CALL_S = 5.0
 
 
 class Offer(NamedTuple):
@@ -57,6 +60,15 @@ def newest_offer(folder: str) -> Offer | None:
     while (Path(folder) / f"hub_{number}.json").exists():
         number, newest = number + 1, find_offer(folder, number) or newest
     return newest
+
+
+def has_moved(run: str) -> bool:
+    """Whether a run's first hub is gone, and another one answers."""
+    if offer := newest_offer(str(Path(run) / FOLDER)):
+        with contextlib.suppress(OSError):
+            socket.create_connection((offer.host, offer.port), timeout=_CALL_S).close()
+            return True
+    return False
 
 
 def begin_round(folder: str, number: int) -> bool:
