@@ -87,6 +87,8 @@ class Soak:
         self.hosts, self.place, self.draw, self.steps, self.layouts = hosts, place, draw, steps, layouts
         self.zygote, self.whole = hosts.zygote, dict[str, Path]()
         self.total, self.seconds = Counter[str](), defaultdict[str, list[float]](list)
+        # When hosts of this run were powered off.
+        self.killed: list[float] = []
 
     def flags(self, layout: str) -> list[str]:
         every = ["--save-every", "20", "--eval-every", "15", "--eval-steps", "1", "--exit-interval", str(self.steps)]
@@ -108,6 +110,7 @@ class Soak:
         flags = [*self.flags(layout), "--elastic", "--grow-after", "0", "--max-recoveries", "100000"]
         flags += ["--min-ranks", str(shape.fewest)]
         print(f"run {self.total['runs']}: {layout}, {shape}", flush=True)
+        self.killed = []
         jobs = self.hosts.begin(folder, flags, shape.spares, each=shape.each, count=shape.hosts, launched=True)
         jobs[0].wait_for(0, "step 2/")
         try:
@@ -158,6 +161,7 @@ class Soak:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
             match kind:
                 case "power off":
+                    self.killed.append(time.time())
                     self.hosts.power_off(host)
                 case "leave":
                     for job in jobs:
@@ -188,8 +192,13 @@ class Soak:
             following = next((line for line in told[at:] if "event" not in line), None)
             if event.get("event") == "resize" and following is not None:
                 kind = next(word for word in ("joins", "leaves", "lost", "") if word in event["cause"])
+                kind += ", the hub's" * ("is lost (rank 0)" in event["cause"] or "is lost (ranks 0" in event["cause"])
                 self.seconds[f"{kind}, state loaded"].append(event["seconds"])
                 self.seconds[f"{kind}, next step done"].append(event["seconds"] + following["step_time_s"])
+                began = event["time"] - event["seconds"]
+                killed = [at for at in self.killed if abs(at - began) < 1]
+                if "lost" in kind and killed:
+                    self.seconds[f"{kind}, from kill to next step"].append(following["time"] - killed[-1])
         changes = Counter(f"dp of ranks {event['from']} -> {event['to']}" for event in events(run, "resize"))
         self.total += Counter({"runs": 1, "lines": len(lines), "repeated": len(lines) - len(expected)}) + changes
         self.total["recoveries"] += len(events(run, "recovery"))
