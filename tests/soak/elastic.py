@@ -120,7 +120,8 @@ class Soak:
             for host in range(shape.hosts):
                 self.hosts.cable(host, "up")
                 self.hosts.power_off(host)
-        assert {left.code for left in ends} == {0}, ends
+        # Who comes just as the hub is lost may not know of the next one.
+        assert 0 in {left.code for left in ends} <= {0, -signal.SIGKILL}, ends
         self.compare(folder / "run", whole)
         shutil.rmtree(folder)
 

@@ -300,7 +300,8 @@ class Guard:
                 if not self._ending:
                     self._lose_hub()
             case messages.HubState():
-                self._state = message if message.round >= 0 else None
+                if self._state is None or not 0 <= message.round < self._state.round:
+                    self._state = message if message.round >= 0 else None
             case messages.Break():
                 self._leave_if_orphaned()
                 self._round = message.round
@@ -337,7 +338,8 @@ class Guard:
         """Find the next hub, or be it, where the run goes on without the host of this one."""
         if self._state is None:
             # A launcher takes a signal for a loss, which the others survive, and a code for the run's error.
-            code = -signal.SIGKILL if self._meeting.elsewhere and self._launcher else 1
+            lost = self._meeting.elsewhere and (self._launcher or (self._waits and self._meeting.leaves))
+            code = -signal.SIGKILL if lost else 1
             self._leave(code, "the guard of rank 0 is gone: ending this rank")
         self._hub, self._own_hub, self._sought_since = None, None, time.monotonic()
         self._sought = max(self._sought, self._state.number + 1)

@@ -77,6 +77,9 @@ class Hub(HubBase):
         else:
             self._guards[peer.rank] = peer
         if self._broken is not None:
+            if self._last and peer.was < 0:
+                link.send(self._last._replace(number=self._number, address=address_of(peer)[0]))
+            self._tell_state()
             link.send(messages.Break(self._round))
             self._fill_vacancies()
         elif peer.rank < 0:

@@ -100,6 +100,16 @@ def test_some_have_heard_of_a_round_that_others_have_not(made: list[Run], tmp_pa
     assert not any(isinstance(said, Go) for said in third.told)
 
 
+def test_who_joins_a_hub_that_is_new_can_find_the_one_after(made: list[Run], tmp_path: Path) -> None:
+    """It was told nothing before the round began, and ended with that hub."""
+    run = begin(made, 4, 1, folder=tmp_path)
+    run.copy(1)
+    run.next_hub(1)
+    late = Guard(run.hub, 9, -1)
+    assert late.state is not None
+    assert (late.state.number, late.state.address) == (1, late.peer)
+
+
 def test_the_smaller_part_of_a_run_ends(made: list[Run], tmp_path: Path) -> None:
     """One host of four that is cut off has no hub, and would be one."""
     run = begin(made, 4, 1, folder=tmp_path)
