@@ -61,8 +61,8 @@ class Hub(HubBase):
             link.close()
             return
         peer = Peer(link, message.rank, message.port, message.network, message.host, data=message.data)
-        if self._last:
-            peer.rank, peer.was = -1, peer.rank
+        if self._number:
+            peer.rank, peer.was = -1, peer.rank if self._last else -1
         # Stand-ins are forks of those that are here.
         if peer.rank < 0 and message.identity != self._identity and not self._stood_in:
             refuse(peer, OTHER)
@@ -73,7 +73,9 @@ class Hub(HubBase):
         link.heard = lambda message: self._hear(peer, message)
         if peer.rank < 0:
             self._reserves.append(peer)
-            is_back, self._expected = not self._expected, max(0, self._expected - 1)
+            is_back = not self._expected
+            if self._last is None:
+                self._expected = max(0, self._expected - 1)
         else:
             self._guards[peer.rank] = peer
         if self._broken is not None:
@@ -135,10 +137,8 @@ class Hub(HubBase):
                 self._paused.add(peer.rank)
                 if len(self._paused) == self._world:
                     self._break(-1, "", died=False)
-            case messages.HubState() if self._last and message.round > self._round:
-                # A "go" that not all have heard: none of its trainers can have done a step.
-                self._take_over(message)
-                self._tell(messages.Break(self._round))
+            case messages.HubState() if self._last:
+                self._hear_state(peer, message)
             case messages.Leaves():
                 self._ask_to_leave(peer)
             case messages.Done() if message.round == self._round and self._broken is None:

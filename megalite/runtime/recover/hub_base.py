@@ -147,12 +147,23 @@ class HubBase:
         """Begin where the last hub was: its round is broken, and all who come get new places."""
         self._last, self._round, self._layout, self._worlds = state, state.round, state.layout, dict(state.worlds)
         self._world, self._recoveries, self._data = self._worlds[state.layout], state.recoveries, state.data
-        self._expected = max(0, state.others - len(self._reserves))
+        self._expected = max(0, state.others - sum(peer.known for peer in self._reserves))
         self._vacant = [*range(self._world)]
         self._silent, self._lost = set(self._vacant), set(self._vacant)
         self._broken = Failure(0, {0}, "the hub is lost", time.monotonic())
         for peer in self._reserves:
             peer.held = None
+
+    def _hear_state(self, peer: Peer, state: messages.HubState) -> None:
+        """Hear from a guard of the last hub, which newcomers are not, what that has told it."""
+        assert self._last is not None
+        peer.known = True
+        self._expected = max(0, self._expected - 1)
+        if state.round > self._round:
+            # A "go" that not all have heard: none of its trainers can have done a step.
+            self._take_over(state)
+            self._tell(messages.Break(self._round))
+        self._go_if_all_are_dead()
 
     def _expect_nobody(self, waited: float) -> None:
         """Go on with those who have come."""

@@ -33,6 +33,7 @@ class Peer:
         leaves: whether its host was told to stop.
         data: digest of what it would train on; "" if it has not said.
         was: its rank under the last hub, where this one is new; else -1.
+        known: whether that hub knew it.
     """
 
     link: Link
@@ -46,6 +47,7 @@ class Peer:
     leaves: bool = False
     data: str = ""
     was: int = -1
+    known: bool = False
 
 
 class Failure(NamedTuple):

@@ -62,12 +62,12 @@ class Guard:
 
     def comes_to(self, hub: Hub) -> None:
         """Say hello to a hub, and what the last one has told."""
-        rank, number = self.rank, self.number
-        identity = "same" if rank < 0 or self.state else ""
+        rank, number, state = self.rank, self.number, self.state
+        identity = "same" if rank < 0 or state else ""
         hello = Hello(rank, hub.token, self.peer, number, f"node{number}", identity, self.data)
         hub._introduce(self, hello)  # type: ignore[arg-type]
-        if self.state is not None:
-            self.heard(self.state)
+        if state is not None:
+            self.heard(state)
 
     def send(self, message: FromHub) -> None:
         if isinstance(message, HubState):

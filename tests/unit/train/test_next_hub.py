@@ -100,6 +100,23 @@ def test_some_have_heard_of_a_round_that_others_have_not(made: list[Run], tmp_pa
     assert not any(isinstance(said, Go) for said in third.told)
 
 
+def test_a_newcomer_is_none_of_those_who_are_to_come(made: list[Run], tmp_path: Path) -> None:
+    """The round began without a rank that was there; that one then took the place of who had its rank by then."""
+    run = begin(made, 4, 1, folder=tmp_path)
+    run.copy(1)
+    _, first, second, third = run.guards
+    run.next_hub(1)
+    newcomer = Guard(run.hub, 9, -1)
+    run.guards.append(newcomer)
+    come(run, [third])
+    assert not any(isinstance(said, Go) for said in first.told)
+    run.loop.timers[0]()
+    assert {number: go.rank for number, go in run.goes().items()} == {1: 0, 3: 1, 9: 2}
+    second.comes_to(run.hub)
+    assert [peer.rank for peer in run.hub._guards.values()] == [0, 1, 2]
+    assert [peer.port for peer in run.hub._reserves] == [2]
+
+
 def test_who_joins_a_hub_that_is_new_can_find_the_one_after(made: list[Run], tmp_path: Path) -> None:
     """It was told nothing before the round began, and ended with that hub."""
     run = begin(made, 4, 1, folder=tmp_path)
