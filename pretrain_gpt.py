@@ -34,12 +34,13 @@ with importing():  # a fifth of the start would go into looking for garbage amon
     from megalite.extras.plan.forecast import Forecast
     from megalite.extras.plan.lost_hosts import lost_hosts_table
     from megalite.extras.plan.report import dry_run_report
+    from megalite.extras.tasks.in_loop import identity_of_tasks
     from megalite.extras.tool import show
     from megalite.runtime.checkpoint.hf.start import hf_model_config
     from megalite.runtime.data import Samples
     from megalite.runtime.loop.loop import StepCallback, fit
     from megalite.runtime.recover.rehearse import rehearse
-    from megalite.runtime.recover.restore import find_hub, identify
+    from megalite.runtime.recover.restore import find_hub, folder_of_hubs, identify
     from megalite.runtime.start.exit import leaving_together
     from megalite.runtime.start.inputs import with_vocab_size
 
@@ -57,8 +58,9 @@ def main(
     if parsed.config.run.recover != "none" and not (parsed.print_config or parsed.dry_run):
         if not isinstance(companion, GuardedRank):
             become_guard(parsed.config.run.spare_ranks)
-        who = partial(identify, parsed.config, train_data, valid_data)
-        companion.wait_for_turn(find_hub, rehearse, who, parsed.config.run.elastic)
+        who = partial(identify, parsed.config, train_data, valid_data, identity_of_tasks)
+        folder = folder_of_hubs(parsed.config)
+        companion.wait_for_turn(partial(find_hub, folder), rehearse, who, parsed.config.run.elastic, folder)
     cfg = settle_layout(parsed)
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.

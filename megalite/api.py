@@ -96,12 +96,12 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
         name = "cpu" if companion.turn.go.on_cpu else cfg.parallel.device
         device = pick_device(name, cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload)
         timeout = group_timeout(cfg.run.watchdog_timeout)
-        init_process_group(device, timeout)
+        init_process_group(device, timeout, companion.listens)
         rank = dist.get_rank() if grid.world > 1 else env_rank()
         memory = exit_stack.enter_context(diagnosing_memory(cfg, grid, device, rank))
         ctx = ParallelContext.create(grid, device, timeout=timeout)
         tasks = open_tasks(cfg, ctx, companion)
-        run = open_run(cfg, ctx, train_data, valid_data, companion)
+        run = open_run(cfg, ctx, train_data, valid_data, companion, tasks.identity() if tasks else "")
         if tasks is not None:
             run.tasks = tasks
             tasks.prepare(run)

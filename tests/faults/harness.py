@@ -67,9 +67,9 @@ def in_batch(place: str, sample: int) -> dict[str, Any]:
     return {"rank": "all", "kind": "", "place": place, "at": sample}
 
 
-def waits_at(step: int, folder: Path) -> dict[str, Any]:
-    """Rank 0 does a step only once the folder has a file "go on"."""
-    return {"rank": 0, "kind": "await", "place": "step", "at": step, "path": str(folder / "go on")}
+def waits_at(step: int, folder: Path, rank: int = 0) -> dict[str, Any]:
+    """A rank does a step only once the folder has a file "go on"."""
+    return {"rank": rank, "kind": "await", "place": "step", "at": step, "path": str(folder / "go on")}
 
 
 def once_committed(run_dir: Path, step: int, rank: int, at: int) -> dict[str, Any]:

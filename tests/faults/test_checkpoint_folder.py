@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,19 @@ def test_what_a_lock_proves(
         return
     with pytest.raises(UserError, match=r"delete .*lock"):
         Checkpointer(tmp_path, ParallelContext.single())
+
+
+def test_another_host_of_the_same_run_takes_the_place_of_a_lost_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may be on another host after a recovery: the lock of the lost one stopped the run."""
+    lost = lock.RunLock(tmp_path, "the run")
+    lost.acquire()
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    with pytest.raises(UserError, match="is in use by run the run"):
+        lock.RunLock(tmp_path, "another run").acquire()
+    lock.RunLock(tmp_path, "the run").acquire()
+    assert "run the run" in lost.confirm(), "if it lives, it writes nothing more"
 
 
 @pytest.mark.parametrize("on_error", ["stop", "warn"])

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.runtime.recover.hub import UNFINISHED
+from megalite.runtime.checkpoint.manifest import read_manifest
+from megalite.runtime.recover.hub_base import UNFINISHED
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
 from tests.faults.harness import (
@@ -33,6 +34,7 @@ from tests.faults.harness import (
     waits_at,
 )
 from tests.faults.zygote import Zygote, members_of
+from tests.ranks import ROOT, reserve_port
 
 pytestmark = pytest.mark.root
 
@@ -202,6 +204,37 @@ def test_a_host_comes_back_at_a_step_that_is_rewound(hosts: Hosts, zygote: Zygot
         {step: line["loss"] for step, line in expected.items()}, rel=1e-5
     )
     assert last[13]["consumed_samples"] == expected[13]["consumed_samples"]
+
+
+def test_the_first_host_is_lost(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """Hub, store and lock were on it: another guard is the hub, and takes in the host once it is back."""
+    flags, folder, run = ["--zero", "1"], tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", flags)
+    later = {**waits_at(6, folder, 1), "path": str(folder / "go further")}
+    flags += [*ELASTIC, "--grow-after", "0"]
+    flags += ["--save-every", "2", "--keep-last", "10"]
+    jobs = hosts.begin(folder, flags, 0, waits_at(4, folder, 1), later, count=4, launched=True)
+    jobs[0].wait_for(0, "step 3/")
+    zygote.until(lambda: committed(run))
+    hosts.power_off(0)
+    jobs[1].wait_for(0, "back to step ")
+    (folder / "go on").touch()
+    zygote.until(lambda: lines(run)[-1]["step"] >= 5 or jobs[1].ended())
+    jobs.append(hosts.come_back(0))
+    jobs[1].wait_for(0, "is back, in reserve")
+    (folder / "go further").touch()
+    left = end(jobs)
+    assert codes(left) == [KILLED, 0, 0, 0, 0], left
+    assert "is lost (rank 0): dp 4 -> 3, 8 micro-batches as 2 3 3: back to step" in left[1].err
+    assert "joins (rank 3): dp 3 -> 4, 8 micro-batches as 2 2 2 2: on from step" in left[1].err
+    assert_as(run, whole)
+    assert repeated(run) <= 2
+    sizes = [tuple(event[name] for name in ("from", "to", "reserve", "round")) for event in events(run, "resize")]
+    assert sizes == [(4, 3, 0, 1), (3, 4, 0, 2)]
+    # It is one run: what the lost host has saved is its own.
+    saved = [run / "checkpoints" / name for name in ("step_00000002", "step_00000008")]
+    assert len({read_manifest(path).run_id for path in saved}) == 1
+    zygote.until(lambda: not members_of(tmp_path))
 
 
 @pytest.mark.full
@@ -392,3 +425,33 @@ def test_a_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> 
         zygote.until(lambda: said("dp 2 -> 3, 8 micro-batches as 2 3 3: on from step ", 2))
         launchers[4].send_signal(signal.SIGTERM)
         zygote.until(lambda: launchers[4].poll() is not None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["join", "train"])
+def test_the_first_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path, how: str) -> None:
+    """Its torchrun had the store for all hosts; `megalite join` or `megalite train` brings it back, without that."""
+    run = tmp_path / "run"
+    flags = [*RUN, *FOREVER, *ELASTIC, "--grow-after", "0", "--recover", "host", "--run-dir", str(run)]
+    with hosts.torchrun(tmp_path, flags) as launchers:
+
+        def said(host: int, words: str) -> bool:
+            assert launchers[1].poll() is None
+            return words in (tmp_path / f"said_{host}").read_text()
+
+        zygote.until(lambda: said(0, "step 5/"))
+        hosts.power_off(0)
+        zygote.until(lambda: len(events(run, "resize")) == 1)
+        place = f"--nproc 1 --nnodes 3 --node-rank 0 --master-addr {hosts.address} --master-port {reserve_port()}"
+        words = [str(run)] if how == "join" else [*place.split(), str(ROOT / "pretrain_gpt.py"), *flags]
+        hosts.again(0, "-m", "megalite", how, *words)
+        zygote.until(lambda: len(events(run, "resize")) == 2)
+        back = events(run, "resize")[1]["step"]
+        zygote.until(lambda: lines(run)[-1]["step"] > back + 2)
+        sizes = [(event["from"], event["to"]) for event in events(run, "resize")]
+        assert sizes == [(3, 2), (2, 3)]
+        assert "is lost (rank 0)" in events(run, "resize")[0]["cause"]
+        launchers[1].send_signal(signal.SIGTERM)
+        launchers[2].send_signal(signal.SIGTERM)
+        zygote.until(lambda: all(launcher.poll() is not None for launcher in launchers))
+        assert committed(run) == {f"step_{lines(run)[-1]['step']:08d}"}

@@ -271,6 +271,28 @@ def test_ranks_save_and_leave_when_their_launcher_is_killed(tmp_path: Path, monk
     assert "SIGTERM: saving after this step" in started.err()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("module", ["torch.distributed.run", "megalite.extras.launch.elastic"])
+def test_the_agent_of_megalite_launch_stops_a_torchrun_that_waits_for_others(module: str) -> None:
+    """A Python handler would run only after the meeting; until ranks are there, torchrun has none."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        words = f"--nproc-per-node 1 --nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port {port}"
+        command = [sys.executable, "megalite/extras/launch/agent.py", sys.executable, "-m", module, *words.split()]
+        pipe = subprocess.PIPE
+        with subprocess.Popen([*command, "pretrain_gpt.py"], cwd=ROOT, stdin=pipe, stderr=pipe, text=True) as agent:
+            try:
+                assert agent.stdin is not None
+                silent.settimeout(WITHIN_S)
+                with silent.accept()[0]:
+                    agent.stdin.write("SIG TERM\n")
+                    agent.stdin.flush()
+                    # Without a heartbeat the agent itself would end it after 15 s, with another code.
+                    assert agent.wait(WITHIN_S) == 128 + signal.SIGTERM
+            finally:
+                agent.kill()
+
+
 def test_told_to_stop_while_torch_waits_for_the_first_host() -> None:
     """As a pod that is drained before all are there: the handler ran only once torch had given up, minutes later."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -156,6 +156,18 @@ def test_a_host_of_an_elastic_run_is_started_again(hosts: Hosts, tmp_path: Path,
     assert [step[1:3] for step in steps] == [pytest.approx(step[1:3], rel=1e-5) for step in expected]
 
 
+def test_the_first_host_of_an_elastic_run_is_lost(hosts: Hosts, tmp_path: Path, whole: Path) -> None:
+    """With the store, and the hub; the other goes on alone, and its end is that of the run."""
+    run = launch(hosts, tmp_path, spares=False, ranks=["--elastic"])
+    os.kill(agent_of(hosts, NODES[0]), signal.SIGKILL)  # the launcher is there, too
+    wait_for(lambda: "dp 2 -> 1, 8 micro-batches as 8, and no other host" in run.text(), "the shrink")
+    (tmp_path / "go on").touch()
+    assert run.end() == 0, run.text()
+    assert "launch: mlnode1: connection lost; the run goes on with the hosts that are left: megalite" in run.text()
+    (steps, _), (expected, _) = outcome(tmp_path / "run"), outcome(whole)
+    assert [step[1:3] for step in steps[-3:]] == [pytest.approx(step[1:3], rel=1e-5) for step in expected[-3:]]
+
+
 def test_a_host_of_several_ranks_one_of_whose_guards_is_killed_is_replaced(hosts: Hosts, tmp_path: Path) -> None:
     """The other rank was asked to stop, and had the run save and end with 0."""
     run = launch(hosts, tmp_path, slots=2)

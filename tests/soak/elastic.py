@@ -1,7 +1,8 @@
 """Take hosts of `--elastic` runs away and give them back at random: `python -m tests.soak.elastic --minutes 60`.
 
 Network namespaces are hosts (requires root). One is powered off, told to leave, cut off, or loses a guard or a trainer;
-later it is started again. Hosts have one rank or two, and one of them may wait in reserve. Every line of metrics.jsonl
+later it is started again. It may be that of the hub, which is not told to leave, as that ends the run. Hosts have one
+rank or two, and one of them may wait in reserve. Every line of metrics.jsonl
 is compared with that of a run that nothing happened to.
 """
 
@@ -86,6 +87,8 @@ class Soak:
         self.hosts, self.place, self.draw, self.steps, self.layouts = hosts, place, draw, steps, layouts
         self.zygote, self.whole = hosts.zygote, dict[str, Path]()
         self.total, self.seconds = Counter[str](), defaultdict[str, list[float]](list)
+        # When hosts of this run were powered off.
+        self.killed: list[float] = []
 
     def flags(self, layout: str) -> list[str]:
         every = ["--save-every", "20", "--eval-every", "15", "--eval-steps", "1", "--exit-interval", str(self.steps)]
@@ -107,27 +110,34 @@ class Soak:
         flags = [*self.flags(layout), "--elastic", "--grow-after", "0", "--max-recoveries", "100000"]
         flags += ["--min-ranks", str(shape.fewest)]
         print(f"run {self.total['runs']}: {layout}, {shape}", flush=True)
+        self.killed = []
         jobs = self.hosts.begin(folder, flags, shape.spares, each=shape.each, count=shape.hosts, launched=True)
         jobs[0].wait_for(0, "step 2/")
         try:
-            self.hit_to_the_end(folder / "run", jobs, shape)
-            (first,) = jobs[0].end(120)
+            here = self.hit_to_the_end(folder / "run", jobs, shape)
+            ends = [jobs[rank].end(120)[0] for host in here for rank in shape.ranks_of(host)]
         finally:
             for host in range(shape.hosts):
                 self.hosts.cable(host, "up")
                 self.hosts.power_off(host)
-        assert first.code == 0, first.err
+        # Who comes just as the hub is lost may not know of the next one.
+        assert 0 in {left.code for left in ends} <= {0, -signal.SIGKILL}, ends
         self.compare(folder / "run", whole)
         shutil.rmtree(folder)
 
-    def hit_to_the_end(self, run: Path, jobs: list[Job], shape: Shape) -> None:
-        """Hit hosts every few seconds, never the first, and never so many that no replica is left."""
+    def hit_to_the_end(self, run: Path, jobs: list[Job], shape: Shape) -> list[int]:
+        """Hit hosts every few seconds, but leave a replica; return those that are there at the end."""
         away, coming = dict[int, float](), set[int]()
+
+        def over() -> bool:
+            return any(jobs[rank].ended() for host in here if host not in away for rank in shape.ranks_of(host))
+
+        here = [*range(shape.hosts)]
         while True:
             due = time.monotonic() + self.draw.uniform(0.5, 8)
-            self.zygote.until(lambda due=due: jobs[0].ended() or time.monotonic() > due, 30)  # type: ignore[misc]
-            if jobs[0].ended():
-                return
+            self.zygote.until(lambda due=due: over() or time.monotonic() > due, 30)  # type: ignore[misc]
+            if over():
+                return [host for host in here if host not in away]
             for host in [host for host in coming if all(is_in_reserve(jobs[rank]) for rank in shape.ranks_of(host))]:
                 coming.remove(host)
                 del away[host]
@@ -138,21 +148,21 @@ class Soak:
                 for rank in shape.ranks_of(host):
                     jobs[rank] = self.hosts.start(rank)
                 self.total["returns"] += 1
-            here = [host for host in range(1, shape.hosts) if host not in away]
+            here = [host for host in range(shape.hosts) if host not in away]
             for host in self.draw.sample(here, min(len(here), self.draw.choice([1, 1, 1, 2]))):
                 left = shape.hosts - len(away)
-                if shape.may_lose(left) and (
-                    kind := self.hit(run, [jobs[rank] for rank in shape.ranks_of(host)], host)
-                ):
-                    self.total[kind] += 1
+                own = [jobs[rank] for rank in shape.ranks_of(host)]
+                if shape.may_lose(left) and (kind := self.hit(run, own, host, hub := has_hub(run, own))):
+                    self.total[kind + ", the hub's" * hub] += 1
                     if kind != "trainer":
                         away[host] = time.monotonic() + self.draw.uniform(0, 25)
 
-    def hit(self, run: Path, jobs: list[Job], host: int) -> str:
-        kind = self.draw.choice(KINDS)
+    def hit(self, run: Path, jobs: list[Job], host: int, hub: bool) -> str:
+        kind = self.draw.choice([kind for kind in KINDS if not (hub and kind == "leave")])
         with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
             match kind:
                 case "power off":
+                    self.killed.append(time.time())
                     self.hosts.power_off(host)
                 case "leave":
                     for job in jobs:
@@ -183,8 +193,13 @@ class Soak:
             following = next((line for line in told[at:] if "event" not in line), None)
             if event.get("event") == "resize" and following is not None:
                 kind = next(word for word in ("joins", "leaves", "lost", "") if word in event["cause"])
+                kind += ", the hub's" * ("is lost (rank 0)" in event["cause"] or "is lost (ranks 0" in event["cause"])
                 self.seconds[f"{kind}, state loaded"].append(event["seconds"])
                 self.seconds[f"{kind}, next step done"].append(event["seconds"] + following["step_time_s"])
+                began = event["time"] - event["seconds"]
+                killed = [at for at in self.killed if abs(at - began) < 1]
+                if "lost" in kind and killed:
+                    self.seconds[f"{kind}, from kill to next step"].append(following["time"] - killed[-1])
         changes = Counter(f"dp of ranks {event['from']} -> {event['to']}" for event in events(run, "resize"))
         self.total += Counter({"runs": 1, "lines": len(lines), "repeated": len(lines) - len(expected)}) + changes
         self.total["recoveries"] += len(events(run, "recovery"))
@@ -197,6 +212,14 @@ class Soak:
             else:
                 middle = statistics.median(values)
                 print(f"{name}: {len(values)} changes, {min(values):.1f} to {max(values):.1f} s, median {middle:.1f}")
+
+
+def has_hub(run: Path, jobs: list[Job]) -> bool:
+    """Whether a guard of a host is the hub: that of rank 0."""
+    with contextlib.suppress(FileNotFoundError, ValueError, IndexError):
+        stat = Path(f"/proc/{process_of(run, 0)}/stat").read_text()
+        return int(stat.rpartition(")")[2].split()[1]) in [job.pid(0) for job in jobs]
+    return True  # while a round begins nobody knows
 
 
 def is_in_reserve(job: Job) -> bool:

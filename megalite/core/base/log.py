@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.core.base.console import may_block, write_or_drop
@@ -47,11 +48,19 @@ def env_rank() -> int:
     return env_int("RANK", 0)
 
 
-def take_rank(rank: int, world: int = 0) -> None:
-    """Be this rank from here on, of so many (0: as the launcher says): of this process, and of those that it starts."""
+def take_rank(rank: int, world: int = 0, store: Sequence[str | int] | None = None) -> None:
+    """Be this rank from here on: of this process, and of those that it starts.
+
+    Args:
+        world: number of ranks; 0: as the launcher says.
+        store: host and port of the store where they meet, which is there already; None: as the launcher says.
+    """
     os.environ["RANK"] = str(rank)
     if world:
         os.environ["WORLD_SIZE"] = str(world)
+    if store:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = map(str, store)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as torchrun says to its ranks
 
 
 class _Console(logging.StreamHandler):

@@ -114,12 +114,13 @@ def check_adopted() -> None:
             )
 
 
-def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -> None:
+def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT, listens: int = -1) -> None:
     """Join the default process group (gloo on CPU, NCCL on GPU) unless there is one; a world of one needs none.
 
     Args:
         device: device of this rank.
         timeout: time limit of an operation, from `group_timeout`.
+        listens: see `join_store`.
     """
     if world_size() == 1 or dist.is_initialized():
         check_adopted()
@@ -133,7 +134,7 @@ def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -
         )
     _check_rendezvous(world_size())
     try:
-        store, rank, world = join_store()
+        store, rank, world = join_store(listens)
     except dist.DistNetworkError as e:
         port = os.environ.get("MASTER_PORT", "")
         raise LocalUserError(
@@ -162,8 +163,18 @@ def run_until_waiting() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def join_store() -> tuple[dist.Store, int, int]:
-    """Connect to the store in which the launched ranks meet; return it, this rank, and the number of ranks."""
+def join_store(listens: int = -1) -> tuple[dist.Store, int, int]:
+    """Connect to the store in which the launched ranks meet; return it, this rank, and the number of ranks.
+
+    Args:
+        listens: descriptor at which this process serves it; -1: another one does.
+    """
+    if listens >= 0:
+        port, rank, world = (env_int(name, 0) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
+        store = dist.TCPStore(
+            *("localhost", port, None, True), RENDEZVOUS_TIMEOUT, wait_for_workers=False, master_listen_fd=listens
+        )
+        return store, rank, world
     return next(iter(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from megalite.core.base.errors import UserError
 from megalite.extras.plan.cluster import read_tree
 from megalite.extras.tool import ToolParser
+from megalite.runtime.recover.succession import has_moved
 
 _CONNECT_S = 30.0
 
@@ -31,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
     from megalite.extras.launch.local import LocalRanks, Place
 
     os.chdir(told["directory"])
-    nodes = told["nnodes"]
+    nodes, nproc = told["nnodes"], told["nproc"]
     # The last host may be there too: the rendezvous tells this one its place, which a rank in reserve does not take.
-    place = Place(told["nproc"], nodes, nodes - 1, told["master_addr"], told["master_port"], told["run_id"])
+    place = Place(nproc, nodes, nodes - 1, told["master_addr"], told["master_port"], told["run_id"])
     return LocalRanks(place, told["command"]).run()
 
 
@@ -49,6 +50,8 @@ def _read(run: Path) -> dict[str, Any]:
     kinds = {"nproc": int, "nnodes": int, "master_addr": str, "master_port": int, "run_id": str, "directory": str}
     if not all(isinstance(told.get(name), kind) for name, kind in {**kinds, "command": list}.items()):
         raise UserError(given, f"{file.name} does not say how", remedy)
+    if has_moved(str(run)):
+        return told
     address = told["master_addr"], told["master_port"]
     try:
         socket.create_connection(address, timeout=_CONNECT_S).close()

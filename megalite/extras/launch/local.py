@@ -30,7 +30,9 @@ from torch.distributed.launcher.api import LaunchConfig
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger, unfinished_code
 from megalite.extras.launch.elastic import ReserveAgent, silence
-from megalite.runtime.recover.member import goes_on_with_fewer, spare_ranks, survives_hosts
+from megalite.runtime.recover.main import JOINS
+from megalite.runtime.recover.member import goes_on_with_fewer, run_dir, spare_ranks, survives_hosts
+from megalite.runtime.recover.succession import has_moved
 
 USER_ERROR_CODE = 2
 # As a shell says of what SIGKILL has ended.
@@ -70,6 +72,8 @@ class _EarlySignal(BaseException):
 class LocalRanks:
     """One attempt: the ranks of this host from start to end.
 
+    Where the run goes on although its first host was lost, these ranks join it, whatever their place was.
+
     Args:
         place: place of the ranks in the run.
         script: training script and its flags.
@@ -80,6 +84,9 @@ class LocalRanks:
     """
 
     def __init__(self, place: Place, script: Sequence[str], patience_s: int | None = None) -> None:
+        if goes_on_with_fewer(script) and (folder := run_dir(script)) and has_moved(folder):
+            # The store of the first host is gone: these ranks have one of their own, and find the hub in the folder.
+            os.environ[JOINS], place = str(place.nnodes * place.nproc), Place(place.nproc)
         self.asked = 0
         self.patience_s = patience_s
         self.master, self.port = place.master_addr, place.master_port

@@ -84,7 +84,8 @@ class Runner:
         log_dir: where torchrun's files are on the hosts.
         reserves: whether the run has ranks in reserve: once all ranks have met, it goes on without a host that is lost,
             unless that is the first.
-        returns: whether such a host may join again: it is started anew until the run ends.
+        returns: whether such a host may join again: it is started anew until the run ends, or until the first host is
+            lost, without whose store none can be; another host's ranks then say how the run ends.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Runner:
         allow_many_files()  # three pipes per host
         for name, command in zip(hosts, commands):
             self._remotes.append(self._start(name, command))
+        self._leader = self._remotes[0]
 
     def _start(self, name: str, command: Sequence[str]) -> Remote:
         pipe = subprocess.PIPE
@@ -242,14 +244,14 @@ class Runner:
                 remote.code = _shell_code(remote.process.returncode)
                 if remote.code:
                     self._host_failed(remote)
-                elif self._returns and self._goes_on():
+                elif self._starts_again() and self._goes_on():
                     remote.again_at = time.monotonic() + AGAIN_S  # it left, as it was told to stop
         for at, remote in enumerate(self._remotes):
             if time.monotonic() > remote.again_at and self._goes_on():
                 self._unseen.discard(remote.name)
                 self._remotes[at] = self._start(remote.name, remote.command)
                 self._remotes[at].again = True
-            if remote.again and remote.code is None and self._remotes[0].code == 0:
+            if remote.again and remote.code is None and self._leader.code == 0:
                 self._close_input(remote)  # it may still be looking for a run that is done
         if time.monotonic() > self._close_at:
             self.close_inputs()
@@ -262,9 +264,20 @@ class Runner:
             self._kill_at = time.monotonic() + CLOSE_TO_KILL_S
 
     def _goes_on(self) -> bool:
-        """Whether the run goes on as long as the first host's ranks do, and nobody has asked for its end."""
+        """Whether the run goes on as long as the leader's ranks do, and nobody has asked for its end."""
         asked = self._stop_requests > 0 or self._kill_at < float("inf")
-        return self._replaces and self._remotes[0].code is None and not asked
+        return self._replaces and self._leader.code is None and not asked
+
+    def _starts_again(self) -> bool:
+        return self._returns and self._leader is self._remotes[0]
+
+    def _lose_leader(self) -> None:
+        """Have another host's ranks say how the run ends, if it goes on without those that did."""
+        left = [remote for remote in self._remotes if remote.code is None]
+        if self._returns and left:
+            self._leader = left[0]
+            for remote in self._remotes:
+                remote.again_at = float("inf")
 
     def _host_failed(self, remote: Remote) -> None:
         assert remote.code is not None
@@ -277,9 +290,13 @@ class Runner:
         if remote.again and not self._goes_on():
             return  # it may never have been part of the run, of which the first host's code tells
         if self._replaces and self._kill_at == float("inf") and (remote.again or left or _is_lost(remote.code, failed)):
-            if remote is not self._remotes[0]:
+            if remote is self._leader:
+                self._lose_leader()
+            if remote is not self._leader:
                 then = "the run goes on if ranks are left in reserve"
                 if self._returns:
+                    then = "the run goes on with the hosts that are left: megalite join brings it back"
+                if self._starts_again():
                     then = f"the run goes on with the hosts that are left: starting it again every {AGAIN_S:g} s"
                     remote.again_at = time.monotonic() + AGAIN_S
                 if remote.name not in self._told:

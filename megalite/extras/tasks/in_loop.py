@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,10 @@ class EvalTasks:
     requests: list[Request] = field(default_factory=list)
     tokenizer: Tokenizer | None = None
     cached: bool = True
+
+    def identity(self) -> str:
+        """Return what hosts compare: a digest of the tasks and their documents; on rank 0."""
+        return hashlib.sha256(repr([asked.task for asked in self.asked]).encode()).hexdigest()
 
     def __call__(self, run: Run) -> None:
         started = time.perf_counter()
@@ -155,6 +160,15 @@ class EvalTasks:
             new = sum(request.most for request in self.requests)
             logger.info(f"--eval-tasks: {len(self.requests):,} texts to write, {new:,} new tokens at most, {when}")
             self.cached = has_cache(run.engine, run.engine.cfg)
+
+
+def identity_of_tasks(cfg: Config) -> str:
+    """Return the identity of the tasks as this host has them, see `EvalTasks`; "" without any.
+
+    Raises:
+        UserError: a task cannot be read or used.
+    """
+    return _prepare_of_run(cfg).identity() if cfg.run.eval_tasks else ""
 
 
 def open_tasks(cfg: Config, ctx: ParallelContext, companion: Companion = NOBODY) -> EvalTasks | None:

@@ -128,7 +128,8 @@ class RunLock:
             if not _same_file(fd, self.path):
                 return False
             owner = _parse(os.read(fd, 1 << 16))
-            if owner is None or self._alive(owner):
+            # A process of this very run may be on a lost host: the guards have agreed that this one takes its place.
+            if owner is None or (owner["run_id"] != self._identity["run_id"] and self._alive(owner)):
                 raise UserError(
                     f"run directory {self.path.parent.parent}",
                     f"is in use by {_describe(owner)}",

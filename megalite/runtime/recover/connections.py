@@ -19,6 +19,9 @@ from megalite.runtime.recover.messages import Message, decode, encode
 # Far above any message, which are a line each; the longest names the keeper of every rank.
 MAX_MESSAGE = 1 << 17
 
+# Where the hub is if no other host has ranks.
+LOOPBACK = "127.0.0.1"
+
 # A host that is gone without a word is noticed within 15 s.
 _IDLE_S = 5
 _PROBE_S = 2
@@ -28,6 +31,16 @@ _PROBES = 5
 def network() -> str:
     """Name the network stack that this process uses: two hosts, or two containers, have different ones."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+
+
+def open_server(loopback: bool = False, backlog: int = 1024) -> socket.socket:
+    """Listen on a port that the system chooses, of all addresses: that of a host's name may be one of few.
+
+    A name may mean 127.0.1.1 on its own host, or an address that only the others can use.
+    """
+    both = socket.has_dualstack_ipv6() and not loopback
+    family, address = socket.AF_INET6 if both else socket.AF_INET, LOOPBACK if loopback else ""
+    return socket.create_server((address, 0), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def is_token(said: object, token: str) -> bool:

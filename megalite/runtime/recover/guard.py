@@ -9,6 +9,7 @@ Standard library only, and Linux: pidfd, memfd, PR_SET_CHILD_SUBREAPER.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,10 +21,11 @@ from typing import NoReturn
 
 from megalite.core.base.log import unfinished_code
 from megalite.runtime.base.child import children, signal_when_parent_dies
-from megalite.runtime.recover import messages
-from megalite.runtime.recover.connections import EventLoop, Link, network
+from megalite.runtime.recover import messages, succession
+from megalite.runtime.recover.connections import LOOPBACK, EventLoop, Link, network, open_server
 from megalite.runtime.recover.held import Held
-from megalite.runtime.recover.hub import UNFINISHED, Hub
+from megalite.runtime.recover.hub import Hub
+from megalite.runtime.recover.hub_base import UNFINISHED
 from megalite.runtime.recover.offsite import first_number
 from megalite.runtime.recover.processes import (
     Member,
@@ -42,6 +44,9 @@ _CAUSE_S = 3.0
 _LEAVE_S = 25.0
 _TELL_S = 2.0  # before that, to tell what they know
 _CONNECT_S = 30.0
+# Where the hub's host is lost: how often the next hub is looked for, how long one that is there may take to answer, and
+# how much later each rank would be it, the last ones together; and when a guard gives up.
+_SEEK_EVERY_S, _CALL_S, _TURN_S, _LAST_TURN_S, _SEEK_S = 0.1, 5.0, 0.05, 3.0, 60.0
 _LOOK_S = 0.01  # a killed process is gone in milliseconds
 # A host on which processes die before they can wait has no memory for another.
 _MAX_FAILURES = 3
@@ -63,6 +68,9 @@ class Guard:
         self._loop = EventLoop()
         self._hub: Link | None = None
         self._own_hub: Hub | None = None  # on rank 0
+        # What the hub has told, for who takes its place; since when, and as which, the next one is looked for.
+        self._state: messages.HubState | None = None
+        self._sought_since, self._sought = 0.0, 1
         self._meeting = messages.Meet(-1, "", 0, "", False)  # how it was met
         self._rank = -1
         self._round = 0
@@ -167,7 +175,12 @@ class Guard:
         """Let the process that waits be the rank, if a round has begun without one."""
         if self._next is None or self._spare is None or not self._spare.here:
             return False
-        self._spare.packets.send(self._next, self._held.slots)
+        listens = self._own_hub.store if self._own_hub is not None else None
+        turn = self._next._replace(serves=listens is not None)
+        self._spare.packets.send(turn, [*self._held.slots, *([listens.fileno()] if listens else [])])
+        if self._own_hub is not None and listens:
+            listens.close()
+            self._own_hub.store = None
         assert self._trainer is None
         self._trainer = self._spare
         self._spare = None
@@ -216,6 +229,8 @@ class Guard:
 
     def _clear(self) -> None:
         """Nothing of the rank trains any more: end what it has left, and say which copies there are."""
+        if not self._broken or self._trainer is not None:
+            return  # another hub has asked meanwhile, and has been told
         spared = set() if self._spare is None else {self._spare.pid, *children(self._spare.pid)}
         if end_children(spared):
             self._loop.after(_LOOK_S, self._clear)
@@ -283,19 +298,14 @@ class Guard:
         match message:
             case None:
                 if not self._ending:
-                    # A launcher takes a signal for a loss, which the others survive, and a code for the run's error.
-                    code = -signal.SIGKILL if self._meeting.elsewhere and self._launcher else 1
-                    self._leave(code, "the guard of rank 0 is gone: ending this rank")
+                    self._lose_hub()
+            case messages.HubState():
+                if self._state is None or not 0 <= message.round < self._state.round:
+                    self._state = message if message.round >= 0 else None
             case messages.Break():
                 self._leave_if_orphaned()
-                # A turn that nobody has taken yet is void.
                 self._round = message.round
-                self._broken = True
-                self._next = None
-                if self._trainer is None:
-                    self._clear()
-                else:
-                    kill(self._trainer.pid, signal.SIGKILL)
+                self._break()
             case messages.Go():
                 self._leave_if_orphaned()
                 self._go(message)
@@ -313,6 +323,80 @@ class Guard:
                 self._stand_in()
             case messages.End():
                 self._end(message)
+
+    def _break(self) -> None:
+        """Have nothing of the rank train any more."""
+        self._broken = True
+        # A turn that nobody has taken yet is void.
+        self._next = None
+        if self._trainer is None:
+            self._clear()
+        else:
+            kill(self._trainer.pid, signal.SIGKILL)
+
+    def _lose_hub(self) -> None:
+        """Find the next hub, or be it, where the run goes on without the host of this one."""
+        if self._state is None:
+            # A launcher takes a signal for a loss, which the others survive, and a code for the run's error.
+            lost = self._meeting.elsewhere and (self._launcher or (self._waits and self._meeting.leaves))
+            code = -signal.SIGKILL if lost else 1
+            self._leave(code, "the guard of rank 0 is gone: ending this rank")
+        self._hub, self._own_hub, self._sought_since = None, None, time.monotonic()
+        self._sought = max(self._sought, self._state.number + 1)
+        self._break()
+        self._seek()
+
+    def _seek(self) -> None:
+        """Connect to the next hub if it can be reached; where there is none yet, be it, if it is this one's turn."""
+        waited = time.monotonic() - self._sought_since
+        offer = succession.find_offer(self._meeting.folder, self._sought)
+        if offer is None and self._rank >= 0 and waited >= min(self._rank * _TURN_S, _LAST_TURN_S):
+            offer = self._take_hubs_place()
+        if offer is not None:
+            self._sought += 1
+            if self._meet_next(offer):
+                return
+        if waited > _SEEK_S:
+            self._leave(-signal.SIGKILL, "the guard of rank 0 is gone, and no other one takes its place")
+        self._loop.after(_SEEK_EVERY_S, self._seek)
+
+    def _take_hubs_place(self) -> succession.Offer | None:
+        """Be the next hub; None if another guard is, or the disk fails."""
+        state, keeper = self._state, self._held.keeper
+        assert state is not None
+        assert keeper is not None
+        server = open_server()
+        offer = succession.Offer(*self._held.locate((state.address, server.getsockname()[1])), self._held.token)
+        with contextlib.suppress(OSError):
+            if succession.make_offer(self._meeting.folder, self._sought, offer):
+                state = state._replace(
+                    listen=state.listen._replace(folder=self._meeting.folder), number=self._sought - 1
+                )
+                own = ("", keeper.port)
+                self._own_hub = Hub(self._loop, state.listen, self._spares, server, state, own, offer.token)
+                say(self._rank, f"host {state.host} is lost, and with it the guard of rank 0: taking its place")
+                return offer._replace(host=LOOPBACK)
+        server.close()
+        return None
+
+    def _meet_next(self, offer: succession.Offer) -> bool:
+        """Connect to a hub that has taken the last one's place; return False if it cannot be reached."""
+        state, keeper = self._state, self._held.keeper
+        assert state is not None
+        assert keeper is not None
+        try:
+            connection = socket.create_connection((offer.host, offer.port), timeout=_CALL_S)
+            self._hub = Link(self._loop, connection, self._hear_hub)
+        except OSError:
+            return False
+        self._meeting = self._meeting._replace(rank=self._rank, host=offer.host, port=offer.port)
+        self._held.find_hub(offer.host)
+        who = messages.Hello(self._rank, offer.token, network(), keeper.port, socket.gethostname())
+        self._hub.send(who._replace(identity=state.listen.identity, data=state.data))
+        self._hub.send(state)
+        if self._leaves:
+            self._hub.send(messages.Leaves())
+        return True
 
     def _stand_in(self) -> None:
         """Start a guard in reserve on this host, beside the ranks that have their place here."""
@@ -342,7 +426,8 @@ class Guard:
         """Let the next process be the rank, which has all copies that it is to have."""
         if self._broken or self._round != go.round:
             return
-        go = go._replace(lenders=[self._held.locate(lender) for lender in go.lenders])
+        store = self._held.locate(go.store) if go.store else None
+        go = go._replace(lenders=[self._held.locate(lender) for lender in go.lenders], store=store)
         copies, run_id = self._held.copies, self._held.run_id
         self._next = messages.Turn(go, self._spares, copies, run_id, self._began, self._held.token)
         if self._spare is None:

@@ -167,6 +167,10 @@ class Held:
             else:
                 self._sender.put(copy, self.slots[copy.slot])
 
+    def find_hub(self, host: str) -> None:
+        """Learn where the hub is from here on."""
+        self._hub = host
+
     def locate(self, address: Address) -> Address:
         """Return the address of a keeper, of which the hub has told."""
         return address[0] or self._hub, address[1]

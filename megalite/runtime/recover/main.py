@@ -13,6 +13,15 @@ from megalite.runtime.base.child import allow_many_files, signal_when_parent_die
 from megalite.runtime.recover.guard import Guard
 from megalite.runtime.recover.processes import as_exit_code, die_first_without_memory
 
+# Number of the launcher's ranks, where a host joins a run whose launcher it cannot ask.
+JOINS = "MEGALITE_JOINS"
+
+
+def join() -> None:
+    """Have a rank of a host that joins be one of the run's launcher, the last one, whose place it does not take."""
+    if joins := env_int(JOINS, 0):
+        os.environ["WORLD_SIZE"], os.environ["RANK"] = str(joins), str(joins - 1)
+
 
 def reserve(spares: int) -> bool:
     """Have the world be the launcher's without its last `spares` ranks; return whether this is one of those.
@@ -57,5 +66,6 @@ def main(command: list[str], parent: int, spares: int) -> None:
         signal_when_parent_dies(number)
         if os.getppid() != parent:
             sys.exit(as_exit_code(-number))
+    join()
     allow_many_files()  # with --elastic, all ranks borrow from it at once
     Guard(start, parent if launched else 0, reserve(spares), spares).serve()

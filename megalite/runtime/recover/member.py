@@ -72,6 +72,11 @@ def spare_ranks(argv: Sequence[str]) -> int:
     return int(given) if given.isascii() and given.isdecimal() else 0
 
 
+def run_dir(argv: Sequence[str]) -> str:
+    """Return the run's folder, as a command line names it; "" if it does not."""
+    return _value_of("--run-dir", argv)
+
+
 def survives_hosts(argv: Sequence[str]) -> bool:
     """Whether a command line's run goes on without a lost host, or at least saves its last state."""
     return spare_ranks(argv) > 0 or _value_of("--recover", argv) == "host"
@@ -99,11 +104,13 @@ class Companion:
     Attributes:
         turn: the guard's word that this process is the rank.
         met: when all processes had met, as `time.monotonic`.
+        listens: descriptor at which this process serves the store of the round; -1 if another one does.
     """
 
     def __init__(self) -> None:
         self.turn = messages.Turn()
         self.met = 0.0
+        self.listens = -1
 
     @property
     def round(self) -> int:
@@ -163,6 +170,7 @@ class GuardedRank(Companion):
         rehearse: Callable[[], None],
         identify: Callable[[], tuple[str, str]] = lambda: ("", ""),
         elastic: bool = False,
+        folder: str = "",
     ) -> None:
         """Return when this process is to be the rank.
 
@@ -172,6 +180,7 @@ class GuardedRank(Companion):
             rehearse: called if the turn does not come at once.
             identify: called if there is a hub; returns the identity, see `Listen`, and the digest of `Data`.
             elastic: whether hosts may come and go.
+            folder: see `messages.Meet`.
         """
         self.say(messages.Here())
         told, self.slots = self._receive(messages.Wait, messages.Turn)
@@ -182,12 +191,14 @@ class GuardedRank(Companion):
             rehearse()  # before the others know of this one, and wait for it
             if hub:
                 identity, data = identify()
-                self.meet(-1, hub, elsewhere=True, leaves=elastic, identity=identity, data=data)
+                self.meet(-1, hub, elsewhere=True, leaves=elastic, identity=identity, data=data, folder=folder)
             self.turn, self.slots = self._receive(messages.Turn)
         else:
             self.turn = told
+        if self.turn.serves:
+            self.listens = self.slots.pop()
         if self.turn.go.rank >= 0:
-            take_rank(self.turn.go.rank, self.turn.go.world)
+            take_rank(self.turn.go.rank, self.turn.go.world, self.turn.go.store)
 
     def host(self, listen: messages.Listen) -> str:
         """On rank 0: make the guard the hub of all guards; return its port, and the token that the others need."""
@@ -196,11 +207,18 @@ class GuardedRank(Companion):
         return f"{hub.port} {hub.token}"
 
     def meet(
-        self, rank: int, hub: str, elsewhere: bool, leaves: bool = False, identity: str = "", data: str = ""
+        self,
+        rank: int,
+        hub: str,
+        elsewhere: bool,
+        leaves: bool = False,
+        identity: str = "",
+        data: str = "",
+        folder: str = "",
     ) -> None:
         """Connect the guard to the hub, of which `hub` names host, port and token; rank -1 waits in reserve."""
         host, port, token = hub.split()
-        self.say(messages.Meet(rank, host, int(port), token, elsewhere, leaves, identity, data))
+        self.say(messages.Meet(rank, host, int(port), token, elsewhere, leaves, identity, data, folder))
 
     def say(self, message: messages.FromTrainer) -> None:
         self._packets.send(message)

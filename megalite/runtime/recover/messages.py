@@ -36,6 +36,7 @@ class Listen(NamedTuple):
         fewest: ranks without which the run saves, and ends.
         grow_after: seconds from a change of the number of ranks, or a recovery, to growth.
         identity: what reserves must be, too: a digest of options and code.
+        folder: of the files in `succession`; "" where the run ends with the hub.
     """
 
     world: int
@@ -46,6 +47,7 @@ class Listen(NamedTuple):
     fewest: int = 0
     grow_after: float = 0.0
     identity: str = ""
+    folder: str = ""
 
 
 class Meet(NamedTuple):
@@ -55,6 +57,7 @@ class Meet(NamedTuple):
         leaves: whether the run goes on without a host that is told to stop.
         identity: see `Listen`.
         data: see `Data`.
+        folder: see `Listen`, as this host names it.
     """
 
     rank: int
@@ -65,10 +68,11 @@ class Meet(NamedTuple):
     leaves: bool = False
     identity: str = ""
     data: str = ""
+    folder: str = ""
 
 
 class Data(NamedTuple):
-    """What rank 0 trains on, as a digest: that of reserves must be the same."""
+    """What rank 0 trains on and evaluates, as a digest: that of reserves must be the same."""
 
     digest: str
 
@@ -207,6 +211,37 @@ class Leaves(NamedTuple):
     """This host was told to stop."""
 
 
+class HubState(NamedTuple):
+    """What another guard must know to be the hub, of which all tell it what they know.
+
+    Attributes:
+        listen: the run's sizes and rules.
+        number: of the hub; 0 is the first one.
+        round: of the last "go"; -1: the run ends with this hub.
+        layout: of that round.
+        worlds: each layout that there has been, and its number of ranks.
+        recoveries: so far.
+        data: see `Data`.
+        host, network: of the hub's host, its name and network stack.
+        here: number of ranks on that host, the first ones.
+        others: number of guards on other hosts.
+        address: where the others reach the guard that is told, "" where they reach the hub.
+    """
+
+    listen: Listen
+    number: int
+    round: int
+    layout: int
+    worlds: Sequence[tuple[int, int]]
+    recoveries: int
+    data: str
+    host: str
+    network: str
+    here: int
+    others: int
+    address: str = ""
+
+
 # ------------------------------------------------------------------------------------------------ of the hub to a guard
 
 
@@ -236,6 +271,7 @@ class Go(NamedTuple):
         reserve: number of ranks that wait.
         source: layout of the copies with these numbers, where it is another one.
         lenders: of each rank of that layout, the keeper that has its copies.
+        store: where the processes of the round meet; None: where the launcher says.
     """
 
     round: int = 0
@@ -255,6 +291,7 @@ class Go(NamedTuple):
     reserve: int = 0
     source: int = 0
     lenders: Sequence[Address] = ()
+    store: Address | None = None
 
 
 class Buddy(NamedTuple):
@@ -314,6 +351,7 @@ class Turn(NamedTuple):
         run_id: of the run that they are from; "" without any.
         began: when the first trainer of the rank was ready, as `time.monotonic`; 0 before.
         token: of all keepers, for copies that are brought by the trainer itself; "" where there are none.
+        serves: whether the store of the round is this process's: the last descriptor listens.
     """
 
     go: Go = Go()
@@ -322,6 +360,7 @@ class Turn(NamedTuple):
     run_id: str = ""
     began: float = 0.0
     token: str = ""
+    serves: bool = False
 
 
 class Listening(NamedTuple):
@@ -386,8 +425,8 @@ class Have(NamedTuple):
 
 FromTrainer = Here | Listen | Data | Meet | Ready | Leaving | Slots | Commit | Void | Loaded | Lost | Paused
 ToTrainer = Wait | Turn | Listening | Kept | Pause | Leave
-FromGuard = Hello | Broken | Killed | Done | Final | Taken | Began | Paused | Leaves
-FromHub = Break | Go | Buddy | Pause | Stop | Refuse | StandIn | End
+FromGuard = Hello | Broken | Killed | Done | Final | Taken | Began | Paused | Leaves | HubState
+FromHub = Break | Go | Buddy | Pause | Stop | Refuse | StandIn | End | HubState
 WithKeeper = Keep | Fetch | Borrow | Range | Have | Commit | Kept
 Message = FromTrainer | ToTrainer | FromGuard | FromHub | WithKeeper
 
@@ -411,6 +450,8 @@ def decode(line: bytes) -> Message:
         if isinstance(message, Turn):
             copies = [Commit(*copy) for copy in message.copies]
             return message._replace(go=Go(*message.go), copies=copies)
+        if isinstance(message, HubState):
+            return message._replace(listen=Listen(*message.listen))
         return message
     except (TypeError, ValueError, KeyError):
         raise BadFile("is no message of a guard") from None

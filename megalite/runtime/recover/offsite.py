@@ -19,7 +19,7 @@ from typing import IO, TypeVar
 
 from megalite.runtime.base.child import free_memory, shared_memory
 from megalite.runtime.base.untrusted import BadFile
-from megalite.runtime.recover.connections import MAX_MESSAGE, EventLoop, is_token, keep_alive
+from megalite.runtime.recover.connections import MAX_MESSAGE, EventLoop, is_token, keep_alive, open_server
 from megalite.runtime.recover.messages import (
     Address,
     Borrow,
@@ -89,9 +89,7 @@ class Keeper:
         self._token = token
         self._wards = dict[tuple[int, int], _Ward]()
         self._lock = threading.Lock()
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, backlog=64, dualstack_ipv6=both)
+        self._server = open_server(backlog=64)
         self.port = self._server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalite.runtime.recover.connections import Link
-from megalite.runtime.recover.messages import Copy, Refuse
+from megalite.runtime.recover.messages import Address, Copy, End, HubState, Refuse, Stop
 from megalite.runtime.recover.processes import say
 
 # Of one, and of several.
@@ -32,6 +32,8 @@ class Peer:
         lent: all copies that its keeper can hand out, by layout and rank.
         leaves: whether its host was told to stop.
         data: digest of what it would train on; "" if it has not said.
+        was: its rank under the last hub, where this one is new; else -1.
+        known: whether that hub knew it.
     """
 
     link: Link
@@ -44,6 +46,8 @@ class Peer:
     lent: dict[tuple[int, int], set[Copy]] | None = None
     leaves: bool = False
     data: str = ""
+    was: int = -1
+    known: bool = False
 
 
 class Failure(NamedTuple):
@@ -72,6 +76,23 @@ def refuse(peer: Peer, why: str) -> None:
     peer.link.heard = lambda _: None
     peer.link.send(Refuse(f"{peer.host} {why}"))
     say(0, f"host {peer.host} is not taken in reserve: it {why}")
+
+
+def dismiss(peer: Peer, code: int) -> None:
+    """End a guard that is in no list of the hub any more."""
+    peer.link.heard = lambda _: None
+    peer.link.send(End(code, "", kill=True))
+
+
+def stop_with(peer: Peer) -> None:
+    """Have the whole run stop, as this host was told to."""
+    peer.leaves = False
+    peer.link.send(Stop())
+
+
+def address_of(peer: Peer) -> Address:
+    """Where a guard's keeper is: at the hub's host, "" for short, if the guard is there itself."""
+    return "" if peer.link.peer.startswith(("127.", "::1")) else peer.link.peer, peer.port
 
 
 def by_host(peers: Sequence[Peer]) -> list[Peer]:
@@ -158,6 +179,23 @@ def find_lenders(peers: Sequence[Peer], worlds: Mapping[int, int]) -> tuple[int,
             lenders.append(peers[at])
         return layout, sorted(common, reverse=True), lenders
     return 0, [], []
+
+
+def missing(state: HubState, here: Sequence[Peer]) -> dict[int, Peer]:
+    """Find whose guards were lost with a hub, by rank.
+
+    Args:
+        state: what the hub has told.
+        here: the guards that have come to the next one.
+    """
+    come, (link, *_) = {peer.was for peer in here}, [peer.link for peer in here]
+    gone = {}
+    for rank in range(dict(state.worlds)[state.layout]):
+        if rank not in come and rank < state.here:
+            gone[rank] = Peer(link, rank, 0, state.network, state.host)
+        elif rank not in come:  # which its host was, the hub alone has known
+            gone[rank] = Peer(link, rank, 0, f"host of {rank}", f"of rank {rank}")
+    return gone
 
 
 def describe(peers: Mapping[int, Peer], others: Sequence[Peer], verb: tuple[str, str]) -> str:

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,12 @@ from megalite.runtime.data import Samples
 from megalite.runtime.loop.run import Run
 from megalite.runtime.options.cli import to_yaml
 from megalite.runtime.options.run import Config
-from megalite.runtime.recover.connections import network
+from megalite.runtime.recover import succession
+from megalite.runtime.recover.connections import LOOPBACK, network
 from megalite.runtime.recover.copies import Copies
-from megalite.runtime.recover.hub import LOOPBACK
 from megalite.runtime.recover.member import Companion, GuardedRank
 from megalite.runtime.recover.messages import Listen
-from megalite.runtime.start.inputs import digest_of, open_data, resolve_vocabulary
+from megalite.runtime.start.inputs import digest_of, identity_of, open_data, resolve_vocabulary
 from megalite.runtime.start.resume import Source
 
 # With --elastic: an address of IPv6 and a port take up to 60 bytes of `MAX_MESSAGE`.
@@ -54,6 +55,8 @@ _MOST_RANKS = 2048
 JOIN = "join.json"
 # Key of the launcher's store.
 _HUB = "megalite/hub"
+# A hub that is there answers at once.
+_CALL_S = 5.0
 
 
 def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None:
@@ -76,19 +79,28 @@ def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None
     if cfg.run.elastic:
         _check_sizes(cfg, ctx)
     if companion.round == 0:
+        folder = folder_of_hubs(cfg)
         alone = len(set(gather_texts(network(), ctx.world, ctx.device))) == 1
         elsewhere, offer = cfg.run.recover == "host", ""
         require(not (alone and elsewhere), "--recover host", "needs ranks on several hosts", "use --recover process")
         if ctx.rank == 0:
             unit = Grid.from_config(cfg.parallel).world if cfg.run.elastic else 0
             listen = Listen(ctx.world.size, cfg.run.max_recoveries, alone, elsewhere, unit, cfg.run.min_ranks)
-            offer = companion.host(listen._replace(grow_after=cfg.run.grow_after, identity=identity_of(cfg)))
+            listen = listen._replace(grow_after=cfg.run.grow_after, identity=identity_of_code(cfg), folder=folder)
+            offer = companion.host(listen)
             if cfg.run.spare_ranks or cfg.run.elastic:
                 join_store()[0].set(_HUB, offer)
             (cfg.run.folder / JOIN).unlink(missing_ok=True)  # an earlier start's
+            succession.clear(cfg.run.folder)
         offer = gather_texts(offer, ctx.world, ctx.device)[0]
-        companion.meet(ctx.rank, f"{LOOPBACK if alone else store_host()} {offer}", elsewhere, cfg.run.elastic)
+        hub = f"{LOOPBACK if alone else store_host()} {offer}"
+        companion.meet(ctx.rank, hub, elsewhere, cfg.run.elastic, folder=folder)
     companion.met = time.monotonic()
+
+
+def folder_of_hubs(cfg: Config) -> str:
+    """Name the folder of the files in `succession`, as this host reaches it; "" where the run ends with its hub."""
+    return str((cfg.run.folder / succession.FOLDER).absolute()) if cfg.run.elastic else ""
 
 
 def how_to_join(cfg: Config) -> str:
@@ -103,7 +115,7 @@ def how_to_join(cfg: Config) -> str:
     return json.dumps({**place, "directory": os.getcwd(), "command": sys.argv}, indent=1) + "\n"
 
 
-def identity_of(cfg: Config) -> str:
+def identity_of_code(cfg: Config) -> str:
     """Return what a host that comes later must have as those of the run have it: options and code; "" if any may come.
 
     With others, all ranks would find out when they meet, and end.
@@ -116,12 +128,20 @@ def identity_of(cfg: Config) -> str:
     return total.hexdigest()[:16]
 
 
-def identify(cfg: Config, train_data: Samples | None = None, valid_data: Samples | None = None) -> tuple[str, str]:
-    """Return `identity_of`, and the digest of the data that this host would train on; both "" if any may come.
+def identify(
+    cfg: Config,
+    train_data: Samples | None = None,
+    valid_data: Samples | None = None,
+    tasks_of: Callable[[Config], str] = lambda _: "",
+) -> tuple[str, str]:
+    """Return `identity_of_code`, and the digest of the data that this host would use; both "" if any may come.
 
     Data that cannot be opened are told of in a line, and have a digest that no others have: the hub refuses this host.
+
+    Args:
+        tasks_of: reads `--eval-tasks`; returns their identity. As rank 0 of a later round this host would evaluate.
     """
-    if not (identity := identity_of(cfg)):
+    if not (identity := identity_of_code(cfg)):
         return "", ""
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -129,7 +149,7 @@ def identify(cfg: Config, train_data: Samples | None = None, valid_data: Samples
         resolved, tokenizer = resolve_vocabulary(cfg, train_data is not None)
         datasets = open_data(resolved, tokenizer, train_data, valid_data)
         with contextlib.closing(datasets):
-            return identity, digest_of(datasets.identity())
+            return identity, digest_of(identity_of(datasets, tokenizer, tasks_of(cfg)))
     except UserError as e:
         print(mask(f"error: {e}"), file=sys.stderr, flush=True)
         return identity, "none"
@@ -154,21 +174,27 @@ def _check_sizes(cfg: Config, ctx: ParallelContext) -> None:
             cfg.num_microbatches(Grid.from_config(cfg.parallel, ranks)["dp"])
 
 
-def find_hub(waits: bool) -> str:
-    """Ask the launcher's store where the guards meet; return what `GuardedRank.meet` takes.
+def find_hub(folder: str, waits: bool) -> str:
+    """Find where the guards meet; return what `GuardedRank.meet` takes.
 
-    What nobody listens at is from an earlier attempt: torchrun keeps one store across restarts.
+    The launcher's store says it, unless the hub has moved. What nobody listens at is from an earlier attempt: torchrun
+    keeps one store across restarts.
 
     Args:
+        folder: from `folder_of_hubs`.
         waits: whether to wait until rank 0 has told; otherwise "" if it has not, or the launcher has no store then.
     """
+    if offer := succession.newest_offer(folder) if folder else None:
+        with contextlib.suppress(OSError):
+            socket.create_connection((offer.host, offer.port), timeout=_CALL_S).close()
+            return " ".join(map(str, offer))
     if not (waits or under_torchrun()):
         return ""
     store, deadline = join_store()[0], time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
     while waits or store.check([_HUB]):
-        offer = store.get(_HUB).decode()
+        told = store.get(_HUB).decode()
         try:
-            socket.create_connection((store_host(), int(offer.split()[0])), timeout=30).close()
+            socket.create_connection((store_host(), int(told.split()[0])), timeout=30).close()
         except OSError:
             if not waits:
                 break
@@ -176,7 +202,7 @@ def find_hub(waits: bool) -> str:
                 raise
             time.sleep(1.0)
         else:
-            return f"{store_host()} {offer}"
+            return f"{store_host()} {told}"
     return ""
 
 

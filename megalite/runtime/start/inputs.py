@@ -38,6 +38,11 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def identity_of(datasets: Datasets, tokenizer: Tokenizer | None, tasks: str = "") -> str:
+    """Return what is compared of the data: samples, tokenizer, and the identity of `--eval-tasks`, "" without."""
+    return "; ".join([datasets.identity(), tokenizer.identity if tokenizer else "", tasks])
+
+
 def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tokenizer | None]:
     """Resolve the vocabulary size from the tokenizer or the data's description, unless given; load the tokenizer."""
     bring_data(cfg)

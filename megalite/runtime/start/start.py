@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import secrets
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ from megalite.runtime.recover import restore
 from megalite.runtime.recover.copies import Copies
 from megalite.runtime.recover.member import NOBODY, Companion
 from megalite.runtime.recover.messages import Data
-from megalite.runtime.start.inputs import digest_of, open_data, resolve_vocabulary
+from megalite.runtime.start.inputs import digest_of, identity_of, open_data, resolve_vocabulary
 from megalite.runtime.start.references import score_references
 from megalite.runtime.start.resume import Source, check_folders, choose_checkpoint, log_start, resume
 from megalite.runtime.start.run_dir import make_run_dir, write_config, write_pid
@@ -65,6 +66,7 @@ def open_run(
     train_data: Samples | None = None,
     valid_data: Samples | None = None,
     companion: Companion = NOBODY,
+    tasks: str = "",
 ) -> Run:
     """Check everything, build the engine, and resume from the run directory's last checkpoint if there is one.
 
@@ -73,6 +75,7 @@ def open_run(
         ctx: this rank's axes.
         train_data, valid_data: samples of the caller's own, in place of `--data`.
         companion: of this process.
+        tasks: identity of `--eval-tasks`, which rank 0 reads.
 
     Raises:
         UserError: a request cannot be met on some rank; raised on every rank, after everything opened is closed again.
@@ -87,7 +90,8 @@ def open_run(
         check_equal(ctx, "the configuration", digest_of(text), "start every rank with the same flags and files")
         cfg.num_microbatches(ctx.dp.size)
         heartbeat.beat("set-up: data", patience=OWN)
-        datasets = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data, companion)
+        datasets = agree(ctx, lambda: open_data(cfg, tokenizer, train_data, valid_data, (ctx.rank, ctx.world.size)))
+        _check_same_data(ctx, datasets, tokenizer, companion, tasks)
         heartbeat.beat("set-up: model", patience=OWN)
         engine = agree(ctx, lambda: restore.build(cfg, ctx, companion))
         engine.executor.observers = (heartbeat,)
@@ -99,7 +103,8 @@ def open_run(
             log_banner(engine, chats=bool(datasets.chat_templates()))
         heartbeat.beat("set-up: checkpoint", patience=OWN)
         copies = restore.open_copies(engine, companion)
-        run_id = gather_texts(companion.turn.run_id, ctx.world, ctx.device)[0]
+        # Rank 0's on every rank: one of another host may be rank 0 next.
+        run_id = gather_texts(companion.turn.run_id or secrets.token_hex(8), ctx.world, ctx.device)[0]
         checkpointer = _make_checkpointer(cfg, run_dir, ctx, run_id)
         exit_stack.callback(checkpointer.close)
         source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer, copies, companion)
@@ -160,21 +165,14 @@ def _starting_point(
     return source, meta, state
 
 
-def _open_same_data(
-    cfg: Config,
-    ctx: ParallelContext,
-    tokenizer: Tokenizer | None,
-    train_data: Samples | None,
-    valid_data: Samples | None,
-    companion: Companion,
-) -> Datasets:
-    """Open the data, the same on all ranks; hosts that join later must have them, too."""
-    datasets = agree(ctx, lambda: open_data(cfg, tokenizer, train_data, valid_data, (ctx.rank, ctx.world.size)))
-    identity = agree(ctx, datasets.identity)
+def _check_same_data(
+    ctx: ParallelContext, datasets: Datasets, tokenizer: Tokenizer | None, companion: Companion, tasks: str
+) -> None:
+    """Check that all ranks have the same data; hosts that join later must have them, and those of tasks, too."""
+    identity = agree(ctx, lambda: identity_of(datasets, tokenizer))
     check_equal(ctx, "the data", digest_of(identity), "give every host the same files")
     if ctx.rank == 0:
-        companion.say(Data(digest_of(identity)))
-    return datasets
+        companion.say(Data(digest_of(identity_of(datasets, tokenizer, tasks))))
 
 
 def _make_checkpointer(cfg: Config, run_dir: Path, ctx: ParallelContext, run_id: str) -> Checkpointer:

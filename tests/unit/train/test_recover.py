@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, get_args
 
@@ -24,13 +26,14 @@ from megalite.api import configure
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
+from megalite.extras.tasks.in_loop import identity_of_tasks
 from megalite.runtime.base.child import readable
 from megalite.runtime.recover import guard as guard_module
-from megalite.runtime.recover import processes, restore
+from megalite.runtime.recover import processes, restore, succession
 from megalite.runtime.recover.connections import EventLoop, Link, Packets
 from megalite.runtime.recover.guard import Guard
 from megalite.runtime.recover.hub import Hub
-from megalite.runtime.recover.main import reserve
+from megalite.runtime.recover.main import JOINS, join, reserve
 from megalite.runtime.recover.member import NOBODY, Companion, goes_on_with_fewer, spare_ranks, survives_hosts
 from megalite.runtime.recover.messages import (
     Began,
@@ -45,6 +48,7 @@ from megalite.runtime.recover.messages import (
     Go,
     Hello,
     Here,
+    HubState,
     Killed,
     Leaves,
     Leaving,
@@ -101,10 +105,11 @@ def test_a_stranger_at_the_port_is_hung_up_on(words: bytes) -> None:
 
 def test_messages_arrive_as_they_were_sent() -> None:
     """Named tuples of different types can be equal."""
-    kinds: list[Any] = [kind for kind in get_args(Message) if kind is not Turn]
+    kinds: list[Any] = [kind for kind in get_args(Message) if kind not in (Turn, HubState)]
     assert len({kind.__name__ for kind in kinds}) == len(kinds) > 20
     sent = [kind(*range(len(kind._fields))) for kind in kinds]
     commit: Any = Commit(*range(7))  # type: ignore[arg-type]
+    sent.append(HubState(Listen(3, 4, False, True, 1), 0, 1, 1, [[0, 4], [1, 3]], 2, "d", "h", "n", 1, 3))  # type: ignore[list-item]
     sent.append(Turn(Go(1, [2], [0], cause="x", buddy=None, lenders=[]), 3, [commit], "y", 4.5))
     for message in sent:
         came = decode(encode(message))
@@ -695,7 +700,57 @@ def test_a_reserve_waits_for_the_hub_of_this_attempt(monkeypatch: pytest.MonkeyP
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(restore, "join_store", lambda: (Store(), 0, 1))
-        assert restore.find_hub(waits=True) == f"127.0.0.1 {server.getsockname()[1]} new"
+        assert restore.find_hub("", waits=True) == f"127.0.0.1 {server.getsockname()[1]} new"
+
+
+def test_the_hub_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that comes back asked the store of the first one, which is lost, and waited for it for ten minutes."""
+    monkeypatch.setattr(restore, "join_store", lambda: pytest.fail("nobody answers there"))
+    folder = str(tmp_path / "hub")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for number, here in enumerate((reserve_port(), port), 1):
+            assert succession.make_offer(folder, number, succession.Offer("127.0.0.1", here, "secret"))
+        assert restore.find_hub(folder, waits=True) == f"127.0.0.1 {port} secret"
+
+
+def test_a_host_that_joins_is_of_the_launchers_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(JOINS, "8")
+    join()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("7", "8")
+    assert reserve(2)
+
+
+def test_hosts_with_other_tasks_or_another_tokenizer(tmp_path: Path) -> None:
+    """Rank 0 reads the tasks, and may be on any host after the first is lost: its figures would be of others."""
+    (tmp_path / "task.yaml").write_text(
+        "task: x\noutput_type: loglikelihood\ntest_split: test\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'docs.jsonl'}}}}}\n"
+        "doc_to_text: '{{q}}'\ndoc_to_target: ' {{a}}'\n"
+    )
+
+    def identity(answer: str = "b", eos: int = 1) -> tuple[str, str]:
+        (tmp_path / "docs.jsonl").write_text(json.dumps({"q": "a", "a": answer}) + "\n")
+        ranks = b"".join(b"%s %d\n" % (base64.b64encode(bytes([i])), i) for i in range(256))
+        (tmp_path / "t.tiktoken").write_bytes(ranks)
+        words = {"pattern": ".", "special_tokens": {"<a>": 256, "<b>": 257}, "eos": "<a>" if eos else "<b>"}
+        (tmp_path / "t.tiktoken.json").write_text(json.dumps(words))
+        cfg = configure(
+            mock_data=True,
+            tokenizer=str(tmp_path / "t.tiktoken"),
+            recover="host",
+            elastic=True,
+            eval_every=1,
+            eval_tasks=[str(tmp_path / "task.yaml")],
+            seq_len=16,
+        )
+        return restore.identify(cfg, tasks_of=identity_of_tasks)
+
+    assert identity() == identity()
+    assert identity("c")[0] == identity()[0]
+    assert len({identity()[1], identity("c")[1], identity(eos=0)[1], "none"}) == 4
 
 
 def test_seconds_are_told_where_the_clock_is_that_they_began_on(

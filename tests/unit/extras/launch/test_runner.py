@@ -84,6 +84,37 @@ def test_a_host_that_cannot_be_started_again_is_no_reason_to_stop_the_others(
     assert tries.read_text().count("\n") >= 4
 
 
+@pytest.mark.parametrize("code", [0, 75])
+def test_the_first_host_of_an_elastic_run_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """Another one's end is that of the run; without the store nobody is started again."""
+    monkeypatch.setattr(runner, "AGAIN_S", 0.0)
+    go, tries = tmp_path / "go", tmp_path / "tries"
+    wait = "import os, pathlib, sys, time\nwhile not pathlib.Path({!r}).exists(): time.sleep(0.05)\n"
+    seen, gone = tmp_path / "seen", tmp_path / "gone"
+    first, third = (
+        ["sh", "-c", f"echo >> {tries}; until [ -e {file} ]; do sleep 0.05; done; exit 255"] for file in (go, gone)
+    )
+    second = f"os.write(2, {f'{MARK.format(0)}{MET}'.encode()!r} + b'\\n')\n" + wait.format(str(seen))
+    second = f"import os\n{second}sys.exit({code})"
+
+    class Heard(Runner):
+        def _reap(self) -> None:
+            super()._reap()
+            for remote, file in ((self._remotes[0], gone), (self._remotes[2], seen)):
+                if remote.code is not None:
+                    file.touch()
+
+    runner.logger.propagate = True
+    made = Heard(["a", "b", "c"], [first, on_host(second), third], "L", reserves=True, returns=True)
+    assert _run_with_host_b_lost(made, go).code == code
+    assert tries.read_text().count("\n") == 2
+    for host in "ac":
+        told = f"launch: {host}: connection lost; the run goes on with the hosts that are left: "
+        assert caplog.text.count(told) == 1
+
+
 def _run_with_host_b_lost(made: Runner, go: Path) -> Outcome:
     """Run, and make the file that its second host waits for once hosts may be replaced."""
     release = threading.Thread(target=_when, args=(lambda: made._replaces, go))
