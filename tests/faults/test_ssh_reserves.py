@@ -15,6 +15,8 @@ import pytest
 from megalite.extras.launch import agent
 from megalite.runtime.base.child import stat_of
 from tests.faults.harness import RUN, STEPS, events, guard_waits, guards_among, outcome, wait_for
+from tests.faults.harness import alone as alone
+from tests.faults.harness import whole as whole
 from tests.faults.ssh_hosts import NODES, Hosts, Launch, sh
 from tests.faults.ssh_hosts import hosts as hosts
 from tests.faults.ssh_hosts import nothing_left as nothing_left
@@ -22,24 +24,6 @@ from tests.ranks import ROOT
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
 AGENT = str(Path(agent.__file__).resolve())
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that nothing happens to."""
-    folder = tmp_path_factory.mktemp("whole")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "pretrain_gpt.py",
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *RUN, "--run-dir", str(folder / "run")], cwd=ROOT, env=env, check=True)
-    return folder / "run"
 
 
 def command_of(pid: int) -> str:
