@@ -25,7 +25,7 @@ from tests.faults.harness import FOREVER, RUN, Alone, events, guard_waits, outco
 from tests.faults.harness import alone as alone
 from tests.faults.networks import networks, pids_in
 from tests.faults.zygote import WITHIN_S
-from tests.ranks import ROOT, reserve_port
+from tests.ranks import PYTHONPATH, ROOT, reserve_port
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
 PODS, STEPS = 3, ["--train-steps", "9"]
@@ -40,7 +40,7 @@ class Pods:
 
     def create(self, env: dict[str, str], how: Sequence[str] = ("--spare-ranks", "1")) -> None:
         flags = [*RUN, *STEPS, "--run-dir", str(self.folder / "run"), "--recover", "host", *how]
-        env = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT), **env}
+        env = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": PYTHONPATH, **env}
         script = ("tests/faults/train_and_wait.py", *flags)
         job = BatchJob(script, PODS, 1, "train", str(ROOT), sys.executable, cpu=True, env=env, image="i")
         _, indexed = yaml.safe_load_all(kubernetes_manifest(job, KubernetesOptions(port=reserve_port())))

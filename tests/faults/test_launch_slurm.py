@@ -16,7 +16,7 @@ from tests.faults.harness import codes, wait_for
 from tests.faults.slurm import Slurm, check_slurm, emitted, running
 from tests.faults.store_runs import MODEL
 from tests.faults.zygote import WITHIN_S, Zygote
-from tests.ranks import ROOT, reserve_port
+from tests.ranks import PYTHONPATH, ROOT, reserve_port
 
 TRAIN = "tests/faults/launch_train.py"
 
@@ -92,7 +92,7 @@ def test_plain_srun_trains_what_one_host_does(slurm: Slurm, zygote: Zygote, tmp_
     """To the last bit, once the ranks know where they meet; before, they say what to write, and none trains alone."""
     words = [str(ROOT / "pretrain_gpt.py"), *MODEL, "--tp", "2", "--train-steps", "3", "--save-every", "0"]
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-    env = {name: value for name, value in slurm.env.items() if name not in names} | {"PYTHONPATH": str(ROOT)}
+    env = {name: value for name, value in slurm.env.items() if name not in names} | {"PYTHONPATH": PYTHONPATH}
     srun = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", sys.executable]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
 

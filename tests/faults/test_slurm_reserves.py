@@ -18,7 +18,7 @@ from tests.faults.harness import alone as alone
 from tests.faults.harness import whole as whole
 from tests.faults.networks import networks, pids_in
 from tests.faults.slurm import Slurm, check_slurm, emitted, running
-from tests.ranks import ROOT
+from tests.ranks import PYTHONPATH
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
 
@@ -50,7 +50,7 @@ def test_a_node_is_lost(slurm: Apart, whole: Path, tmp_path: Path) -> None:
     log, run, go_on = tmp_path / "job.log", tmp_path / "run", tmp_path / "go on"
     flags = [*RUN, "--run-dir", str(run), "--recover", "host", "--spare-ranks", "1"]
     own = ["--no-preflight", "--env", f"WAIT=4:{go_on}", "--env", "GLOO_SOCKET_IFNAME=eth0"]
-    own += ["--env", f"PYTHONPATH={ROOT}"]
+    own += ["--env", f"PYTHONPATH={PYTHONPATH}"]
     script = emitted(*own, "--", "tests/faults/train_and_wait.py", *flags, nodes=3, slots=1)
     job = slurm.submit(script, log)
     wait_for(lambda: "step 4/" in (log.read_text() if log.exists() else "") and guard_waits(slurm.pids(2)), slurm.logs)

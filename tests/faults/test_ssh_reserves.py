@@ -20,7 +20,7 @@ from tests.faults.harness import whole as whole
 from tests.faults.ssh_hosts import NODES, Hosts, Launch, sh
 from tests.faults.ssh_hosts import hosts as hosts
 from tests.faults.ssh_hosts import nothing_left as nothing_left
-from tests.ranks import ROOT
+from tests.ranks import PYTHONPATH, ROOT
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
 AGENT = str(Path(agent.__file__).resolve())
@@ -79,7 +79,7 @@ def launch(
     flags = [*RUN, "--run-dir", str(folder / "run"), "--save-every", "3", "--recover", "host"]
     flags += [*ranks, *(["--spare-ranks", str(slots)] if spares else [])]
     own = ["--hostfile", str(hostfile), "--no-preflight", "--env", f"WAIT=4:{folder / 'go on'}"]
-    own += ["--env", "GLOO_SOCKET_IFNAME=eth0", "--env", f"PYTHONPATH={ROOT}", *more]
+    own += ["--env", "GLOO_SOCKET_IFNAME=eth0", "--env", f"PYTHONPATH={PYTHONPATH}", *more]
     run = Launch(hosts, folder, ["tests/faults/train_and_wait.py", *flags], *own, nodes="@".join(nodes))
 
     def waits() -> bool:
