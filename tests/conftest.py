@@ -28,6 +28,10 @@ pytest.register_assert_rewrite(
 # Before torch is imported. Several tests run at a time: on tiny tensors OpenMP threads spin for each other and cost ten
 # times the processor time of one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Of the processes that tests start; those of xdist find it there already.
+_path, _site = os.environ.get("PYTHONPATH", ""), str(Path(__file__).with_name("site"))
+if _site not in _path.split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_site, _path)))
 
 HUNG_S = 600
 """Far beyond the slowest test (80 s on two busy cores). One that hangs fails alone, and does not hold up the others."""

@@ -39,6 +39,7 @@ def install(tmp: Path) -> Installed:
     # As lines of plain folders, whose own .pth files, with the checkout in them, are not read.
     shared = [path for path in sys.path if Path(path).name == "site-packages"]
     (site / "shared.pth").write_text("".join(f"{path}\n" for path in shared))
+    shutil.copy(ROOT / "tests" / "site" / "sitecustomize.py", site)
     # The program of the environment that has torch would start that environment's Python.
     torchrun = python.with_name("torchrun")
     torchrun.write_text(f'#!/bin/sh\nexec "{python}" -m torch.distributed.run "$@"\n')

@@ -8,12 +8,17 @@ that import the fewest other modules run first; after 40 seconds no further test
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.unit.house import House
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_S = 40.0
@@ -54,18 +59,23 @@ def changed_files() -> list[str]:
 
 def files_for(files: list[str]) -> list[str]:
     """List the test files that belong to changed files, those that changed first."""
-    # Not before pytest: it rewrites the assertions of what is in tests/unit.
-    from tests.unit.house import House
-
-    house, tests = House(ROOT / "megalite"), House(ROOT / "tests")
+    house, tests = _houses()
     changed = {_dotted(file) for file in files if file.startswith("megalite/")} & house.texts.keys()
     helpers = {_dotted(file) for file in files if file.startswith("tests/")} & tests.texts.keys()
     files_of_tests = [name for name in tests.texts if name.split(".")[-1].startswith("test_")]
-    reach = {name: house.imported_by(tests.texts[name]) for name in files_of_tests}
+    reach = {name: house.imported_by(tests.trees[name]) for name in files_of_tests}
     near = [name for name in reach if name.startswith("unit.") and reach[name] & changed]
     own = [name for name in reach if name in helpers or tests.imports[name] & helpers]
     chosen = dict.fromkeys([*own, *sorted(near, key=lambda name: len(reach[name]))])
     return [f"tests/{name.replace('.', '/')}.py" for name in chosen]
+
+
+@functools.cache
+def _houses() -> tuple[House, House]:
+    # Not before pytest: it rewrites the assertions of what is in tests/unit.
+    from tests.unit.house import House
+
+    return House(ROOT / "megalite"), House(ROOT / "tests")
 
 
 def _dotted(file: str) -> str:

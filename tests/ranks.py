@@ -15,6 +15,8 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PYTHONPATH = os.pathsep.join(map(str, (ROOT / "tests" / "site", ROOT)))
+"""Of processes that import the checkout; see tests/site."""
 
 
 class Left(NamedTuple):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from tests.faults.zygote import WITHIN_S
-from tests.ranks import ROOT, reserve_port
+from tests.ranks import PYTHONPATH, reserve_port
 
 # The thread that reads sockets is held in a signal's handler from before the peer's death until the gather is posted.
 # The peer's last message comes after its part of the gather: this rank knows that the peer is ready to receive.
@@ -60,7 +60,7 @@ os._exit(0)
 
 def test_a_gather_posted_on_a_broken_connection_fails() -> None:
     launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port()), "WORLD_SIZE": "2"}
-    environment = {**os.environ, **launched, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **launched, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
     command = [sys.executable, "-c", GATHER]
     with subprocess.Popen(command, env={**environment, "RANK": "1"}) as peer:
         done = subprocess.run(

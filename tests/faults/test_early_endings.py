@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.faults.zygote import WITHIN_S
-from tests.ranks import ROOT, reserve_port
+from tests.ranks import PYTHONPATH, reserve_port
 
 # torchrun, as far as a rank knows it: it dies while its rank is between two imports.
 LAUNCHER = """
@@ -53,7 +53,7 @@ with leaving_together():
 
 def environment(rank: int, port: int) -> dict[str, str]:
     launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
-    return {**os.environ, **launched, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **launched, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
 
 
 @pytest.mark.full

@@ -21,10 +21,11 @@ import yaml
 
 from megalite.extras.launch.emit import BatchJob, KubernetesOptions, kubernetes_manifest
 from megalite.extras.launch.local import LOST_CODE
-from tests.faults.harness import FOREVER, RUN, events, guard_waits, outcome
+from tests.faults.harness import FOREVER, RUN, Alone, events, guard_waits, outcome
+from tests.faults.harness import alone as alone
 from tests.faults.networks import networks, pids_in
 from tests.faults.zygote import WITHIN_S
-from tests.ranks import ROOT, reserve_port
+from tests.ranks import PYTHONPATH, ROOT, reserve_port
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
 PODS, STEPS = 3, ["--train-steps", "9"]
@@ -39,7 +40,7 @@ class Pods:
 
     def create(self, env: dict[str, str], how: Sequence[str] = ("--spare-ranks", "1")) -> None:
         flags = [*RUN, *STEPS, "--run-dir", str(self.folder / "run"), "--recover", "host", *how]
-        env = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT), **env}
+        env = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": PYTHONPATH, **env}
         script = ("tests/faults/train_and_wait.py", *flags)
         job = BatchJob(script, PODS, 1, "train", str(ROOT), sys.executable, cpu=True, env=env, image="i")
         _, indexed = yaml.safe_load_all(kubernetes_manifest(job, KubernetesOptions(port=reserve_port())))
@@ -126,7 +127,9 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
                     Path(f"/etc/netns/{name}").rmdir()
 
 
-def test_pods_that_come_back_are_in_reserve_for_those_that_are_lost_next(pods: Pods, tmp_path: Path) -> None:
+def test_pods_that_come_back_are_in_reserve_for_those_that_are_lost_next(
+    pods: Pods, tmp_path: Path, alone: Alone
+) -> None:
     """A pod that was started again waited for ranks that had long met, and its failure ended the Job."""
     run = tmp_path / "run"
     pods.create({"WAIT": ";".join(f"{step}:{tmp_path / f'go on {step}'}" for step in range(2, 9))})
@@ -167,10 +170,7 @@ def test_pods_that_come_back_are_in_reserve_for_those_that_are_lost_next(pods: P
     (tmp_path / "go on 8").touch()
     assert [pods.end(pod) for pod in range(PODS)] == [0] * PODS, pods.said()
     assert [event["ranks"] for event in events(run, "recovery")] == [[1]] * 4
-    whole = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*whole, *RUN, *STEPS, "--run-dir", str(tmp_path / "whole")], cwd=ROOT, env=env, check=True)
-    assert outcome(run) == outcome(tmp_path / "whole")
+    assert outcome(run) == outcome(alone(2, *STEPS))
 
 
 def test_pods_of_an_elastic_run_leave_and_come_back(pods: Pods, tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import wait_for
+from tests.faults.harness import codes, wait_for
 from tests.faults.ssh_hosts import Hosts, Launch
 from tests.faults.ssh_hosts import hosts as hosts
 from tests.faults.ssh_hosts import nothing_left as nothing_left
-from tests.ranks import ROOT
+from tests.faults.zygote import Zygote
 
 TRAIN = "tests/faults/launch_train.py"
 FOREVER = "1000000"
@@ -47,18 +47,11 @@ def metrics(run_dir: Path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.full
-def test_two_hosts_train_as_one(hosts: Hosts, tmp_path: Path) -> None:
+def test_two_hosts_train_as_one(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     two = Launch(hosts, tmp_path, pretrain(tmp_path / "two"))
     assert two.end() == 0, two.text()
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-            *pretrain(tmp_path / "one"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-    )
+    left = zygote.start(pretrain(tmp_path / "one")[1:], 4, tmp_path).end()
+    assert codes(left) == [0] * 4, left
     assert len(metrics(tmp_path / "one")) == 4
     # Bit by bit: sums over two ranks have one order only.
     assert metrics(tmp_path / "two") == metrics(tmp_path / "one")

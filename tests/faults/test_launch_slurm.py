@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import wait_for
+from tests.faults.harness import codes, wait_for
 from tests.faults.slurm import Slurm, check_slurm, emitted, running
 from tests.faults.store_runs import MODEL
-from tests.faults.zygote import WITHIN_S
-from tests.ranks import ROOT, reserve_port
+from tests.faults.zygote import WITHIN_S, Zygote
+from tests.ranks import PYTHONPATH, ROOT, reserve_port
 
 TRAIN = "tests/faults/launch_train.py"
 
@@ -39,13 +39,11 @@ def test_two_nodes_train_as_one(slurm: Slurm, tmp_path: Path) -> None:
     wait_for(lambda: slurm.ended(job), lambda: log.read_text() + slurm.logs())
     assert slurm.state(job).startswith("COMPLETED"), log.read_text()
     assert len(list(out.glob("pid_*"))) == 4
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
     one = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-            *(TRAIN, "--steps", "5", "--out", str(out)),
-        ],
+        [sys.executable, TRAIN, "--steps", "5", "--out", str(out)],
         cwd=ROOT,
-        env=slurm.env,
+        env={**slurm.env, **place},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -90,34 +88,32 @@ def test_one_task_per_rank_without_torchrun(slurm: Slurm, tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_plain_srun_trains_what_torchrun_does(slurm: Slurm, tmp_path: Path) -> None:
+def test_plain_srun_trains_what_one_host_does(slurm: Slurm, zygote: Zygote, tmp_path: Path) -> None:
     """To the last bit, once the ranks know where they meet; before, they say what to write, and none trains alone."""
     words = [str(ROOT / "pretrain_gpt.py"), *MODEL, "--tp", "2", "--train-steps", "3", "--save-every", "0"]
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-    env = {name: value for name, value in slurm.env.items() if name not in names} | {"PYTHONPATH": str(ROOT)}
+    env = {name: value for name, value in slurm.env.items() if name not in names} | {"PYTHONPATH": PYTHONPATH}
     srun = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", sys.executable]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
 
-    def start(command: list[str], run: str, **more: str) -> subprocess.CompletedProcess[str]:
-        all_words = [*command, *words, "--run-dir", str(tmp_path / run)]
+    def start(run: str, **more: str) -> subprocess.CompletedProcess[str]:
+        all_words = [*srun, *words, "--run-dir", str(tmp_path / run)]
         return subprocess.run(all_words, env=env | more, cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN_S)
 
     def losses(run: str) -> list[tuple[int, float]]:
         lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
         return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
-    lost = start(srun, "lost")
+    lost = start("lost")
     assert lost.returncode != 0
     assert "export MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500" in lost.stderr
     assert not (tmp_path / "lost" / "metrics.jsonl").exists()
-    for command, run, more in (
-        (srun, "srun", place),
-        ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"], "torchrun", {}),
-    ):
-        done = start(command, run, **more)
-        assert done.returncode == 0, done.stderr[-3000:]
+    done = start("srun", **place)
+    assert done.returncode == 0, done.stderr[-3000:]
+    left = zygote.start([*words[1:], "--run-dir", str(tmp_path / "one")], 4, tmp_path).end()
+    assert codes(left) == [0] * 4, left
     assert [step for step, _ in losses("srun")] == [1, 2, 3]
-    assert losses("srun") == losses("torchrun")
+    assert losses("srun") == losses("one")
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.store_runs import MODEL
-from tests.ranks import reserve_port
+from tests.ranks import PYTHONPATH, reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [*MODEL, "--tp", "2", "--train-steps", "3", "--save-every", "0"]
@@ -37,7 +37,7 @@ def losses(launcher: str, folder: Path) -> list[float]:
         pytest.skip(f"{command[0]} is not installed")
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
     env = {name: value for name, value in os.environ.items() if name not in names}
-    env |= {"PYTHONPATH": str(ROOT), "PATH": path, "DS_ACCELERATOR": "cpu"}
+    env |= {"PYTHONPATH": PYTHONPATH, "PATH": path, "DS_ACCELERATOR": "cpu"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if launcher == "mpirun" else {}
     words = [*command, *RUN, "--run-dir", str(folder)]
     done = subprocess.run(words, env=env, cwd=folder.parent, capture_output=True, text=True, timeout=300)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.harness import RUN, events, guard_waits, outcome, wait_for
+from tests.faults.harness import alone as alone
+from tests.faults.harness import whole as whole
 from tests.faults.networks import networks, pids_in
 from tests.faults.slurm import Slurm, check_slurm, emitted, running
-from tests.ranks import ROOT
+from tests.ranks import PYTHONPATH
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
 
@@ -46,11 +46,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
             yield made
 
 
-def test_a_node_is_lost(slurm: Apart, tmp_path: Path) -> None:
+def test_a_node_is_lost(slurm: Apart, whole: Path, tmp_path: Path) -> None:
     log, run, go_on = tmp_path / "job.log", tmp_path / "run", tmp_path / "go on"
     flags = [*RUN, "--run-dir", str(run), "--recover", "host", "--spare-ranks", "1"]
     own = ["--no-preflight", "--env", f"WAIT=4:{go_on}", "--env", "GLOO_SOCKET_IFNAME=eth0"]
-    own += ["--env", f"PYTHONPATH={ROOT}"]
+    own += ["--env", f"PYTHONPATH={PYTHONPATH}"]
     script = emitted(*own, "--", "tests/faults/train_and_wait.py", *flags, nodes=3, slots=1)
     job = slurm.submit(script, log)
     wait_for(lambda: "step 4/" in (log.read_text() if log.exists() else "") and guard_waits(slurm.pids(2)), slurm.logs)
@@ -62,6 +62,4 @@ def test_a_node_is_lost(slurm: Apart, tmp_path: Path) -> None:
     wait_for(lambda: slurm.ended(job), lambda: log.read_text() + slurm.logs())
     assert slurm.state(job) == "COMPLETED 0", log.read_text()
     assert [event["ranks"] for event in events(run, "recovery")] == [[1]]
-    whole = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"]
-    subprocess.run([*whole, *RUN, "--run-dir", str(tmp_path / "whole")], cwd=ROOT, env=slurm.env, check=True)
-    assert outcome(run) == outcome(tmp_path / "whole")
+    assert outcome(run) == outcome(whole)

@@ -15,31 +15,15 @@ import pytest
 from megalite.extras.launch import agent
 from megalite.runtime.base.child import stat_of
 from tests.faults.harness import RUN, STEPS, events, guard_waits, guards_among, outcome, wait_for
+from tests.faults.harness import alone as alone
+from tests.faults.harness import whole as whole
 from tests.faults.ssh_hosts import NODES, Hosts, Launch, sh
 from tests.faults.ssh_hosts import hosts as hosts
 from tests.faults.ssh_hosts import nothing_left as nothing_left
-from tests.ranks import ROOT
+from tests.ranks import PYTHONPATH, ROOT
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
 AGENT = str(Path(agent.__file__).resolve())
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that nothing happens to."""
-    folder = tmp_path_factory.mktemp("whole")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "pretrain_gpt.py",
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *RUN, "--run-dir", str(folder / "run")], cwd=ROOT, env=env, check=True)
-    return folder / "run"
 
 
 def command_of(pid: int) -> str:
@@ -95,7 +79,7 @@ def launch(
     flags = [*RUN, "--run-dir", str(folder / "run"), "--save-every", "3", "--recover", "host"]
     flags += [*ranks, *(["--spare-ranks", str(slots)] if spares else [])]
     own = ["--hostfile", str(hostfile), "--no-preflight", "--env", f"WAIT=4:{folder / 'go on'}"]
-    own += ["--env", "GLOO_SOCKET_IFNAME=eth0", "--env", f"PYTHONPATH={ROOT}", *more]
+    own += ["--env", "GLOO_SOCKET_IFNAME=eth0", "--env", f"PYTHONPATH={PYTHONPATH}", *more]
     run = Launch(hosts, folder, ["tests/faults/train_and_wait.py", *flags], *own, nodes="@".join(nodes))
 
     def waits() -> bool:

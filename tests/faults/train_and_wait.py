@@ -1,9 +1,13 @@
-"""pretrain_gpt.py, whose ranks wait after steps, or fail there: `WAIT=STEP:FILE;...` waits until the file exists."""
+"""pretrain_gpt.py, whose ranks wait after steps, or fail there: `WAIT=STEP:FILE;...` waits until the file exists.
+
+Steps of so small a model would take all processors where a run goes on until a test ends it: each one has a pause.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 from megalite.runtime.recover.member import become_guard_if_asked
@@ -17,6 +21,7 @@ from tests.faults.zygote import wait_for_file
 
 
 def wait(run: Run, _: dict[str, Any]) -> None:
+    time.sleep(0.1)
     for word in os.environ["WAIT"].split(";"):
         step, path = word.split(":", 1)
         if run.step == int(step):

@@ -81,12 +81,14 @@ class Zygote:
     """
 
     def __init__(self, *modules: str) -> None:
+        from tests.ranks import PYTHONPATH
+
         self.process = subprocess.Popen(
             [sys.executable, __file__, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PYTHONPATH},
         )
         self.heard = b""
         self.pids: dict[str, int] = {}

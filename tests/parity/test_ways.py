@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import cache
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,14 @@ from tests.update_rules import OWN_RULES
 from tests.workers import WorkerPool
 
 Figures = list[list[tuple[float, float]]]
-Grid = tuple[dict[str, Any], list[dict[str, Any]]]
 APART = {"sequence_parallel": False}
-# Four ranks: a grid -> what its rows add. Whole states and cut ones, with sequence parallelism and without.
-STAGES: Grid = ({"tp": 2, "pp": 2}, [{"vp": 2, "schedule": "zb-v", "zero": 0}])
-DENSE: list[Grid] = [({"tp": 2, "cp": 2}, [{"zero": 3, **APART}]), STAGES]
+# Layouts of four ranks. Whole states and cut ones, with sequence parallelism and without.
+STAGES = {"tp": 2, "pp": 2, "vp": 2, "schedule": "zb-v", "zero": 0}
+DENSE: list[dict[str, Any]] = [{"tp": 2, "cp": 2, "zero": 3, **APART}, STAGES]
 # Families of experts take turns with the first: it costs as much as the other two.
-OF_EXPERTS: list[list[Grid]] = [
-    [({"tp": 2, "ep": 2}, [row]), ({"tp": 2, "ep": 4, "etp": "1"}, [{"zero": 3}]), STAGES]
-    for row in ({"zero": 0, **APART}, {"zero": 2})
+OF_EXPERTS: list[list[dict[str, Any]]] = [
+    [{"tp": 2, "ep": 2, **options}, {"tp": 2, "ep": 4, "etp": "1", "zero": 3}, STAGES]
+    for options in ({"zero": 0, **APART}, {"zero": 2})
 ]
 RATES = {"lamb": 1e-3, "lars": 0.5, "muon": 1e-3, "lion": 1e-4, "sgd": 1e-2}
 """Learning rates of optimizers that move by other than AdamW's."""
@@ -54,36 +53,32 @@ def config(case: Case, parallel: dict[str, Any] | None = None) -> Config:
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, **options))
 
 
-def save_each(rank: int, cfgs: Sequence[Config], world: int, root: str) -> Figures:
-    """By config: a step, and a save under the config's number."""
-    from megalite.runtime.checkpoint.pruning import Keep
+def visit(rank: int, cfg: Config, world: int, saved: str | None, root: str | None) -> Figures:
+    """Two steps after a save of another layout; then, from the beginning, a step and a save under `root`.
+
+    Both in one visit: making process groups takes longer than a step. Of what was saved beside weights only the second
+    step after it tells.
+    """
+    from megalite.runtime.checkpoint.load import load_checkpoint
     from megalite.runtime.checkpoint.save import Checkpointer
 
-    checkpointer, out = None, []
-    for number, engine in enumerate(jobs.engines(cfgs, world), 1):
-        out.append(jobs.run_steps(engine, 1))
-        jobs.check_copies(engine)
-        # One for all: a writer's start takes longer than its saves.
-        checkpointer = checkpointer or Checkpointer(root, engine.ctx, keep=Keep(last=99))
+    made, out = jobs.engines([cfg] * ((saved is not None) + (root is not None)), world), []
+    if saved is not None:
+        engine = next(made)
         optimizer = engine.optimizer
-        checkpointer.save(number, optimizer.states(), {"scalars": optimizer.scalars()})
-    assert checkpointer is not None
-    checkpointer.close()
-    return out
-
-
-def resume_each(rank: int, cfgs: Sequence[Config], world: int, root: str, numbers: Sequence[int]) -> Figures:
-    """By config: two steps after a save of another layout; of what was saved beside weights only the second tells."""
-    from megalite.runtime.checkpoint.load import load_checkpoint
-
-    out = []
-    # Asked first for engines, which are compared when the next one is asked for.
-    for engine, number in zip(jobs.engines(cfgs, world), numbers):
-        optimizer = engine.optimizer
-        meta, _ = load_checkpoint(Path(root) / f"step_{number:08d}", optimizer.states(), engine.ctx)
+        meta, _ = load_checkpoint(Path(saved) / "step_00000001", optimizer.states(), engine.ctx)
         optimizer.load_scalars(meta["scalars"])
         optimizer.finish_load()
         out.append(jobs.run_steps(engine, 2, first=2))
+    if root is not None:
+        # Which compares the copies of the one before.
+        engine = next(made)
+        out.append(jobs.run_steps(engine, 1))
+        jobs.check_copies(engine)
+        checkpointer = Checkpointer(root, engine.ctx)
+        checkpointer.save(1, engine.optimizer.states(), {"scalars": engine.optimizer.scalars()})
+        checkpointer.close()
+    assert next(made, None) is None
     return out
 
 
@@ -92,24 +87,16 @@ def one_process(case: Case) -> list[tuple[float, float]]:
     return jobs.train(0, config(case), 1, 3)
 
 
-def check(
-    pool: WorkerPool, root: Path, case: Case, grids: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]
-) -> None:
-    """Save in the rows of each grid, and resume in those of the next one."""
+def check(pool: WorkerPool, root: Path, case: Case, layouts: Sequence[dict[str, Any]]) -> None:
+    """Save in each layout, and resume in the next one."""
     first, *next_two = one_process(case)
-    for i, (grid, rows) in enumerate(grids):
-        folder = root / str(i)
-        saved = pool.run(4, save_each, [config(case, {**grid, **row}) for row in rows], 4, str(folder))
-        for steps in (figures for rank in saved for figures in rank):
-            np.testing.assert_allclose(steps, [first], rtol=1e-5, err_msg=f"{grid}")
-        other, others = grids[(i + 1) % len(grids)]
-        pairs = [(number, others[number % len(others)]) for number in range(1, len(rows) + 1)]
-        cfgs = [config(case, {**other, **row}) for _, row in pairs]
-        resumed = pool.run(4, resume_each, cfgs, 4, str(folder), [number for number, _ in pairs])
-        for rank in resumed:
-            for (number, row), steps in zip(pairs, rank):
-                what = f"{grid} {rows[number - 1]} -> {other} {row}"
-                np.testing.assert_allclose(steps, next_two, rtol=1e-5, err_msg=what)
+    saves: list[str | None] = [None, *(str(root / str(i)) for i in range(len(layouts))), None]
+    for i, (saved, target) in enumerate(pairwise(saves)):
+        layout = layouts[i % len(layouts)]
+        for rank in pool.run(4, visit, config(case, layout), 4, saved, target):
+            steps = [figures for after in rank for figures in after]
+            expected = next_two * (saved is not None) + [first] * (target is not None)
+            np.testing.assert_allclose(steps, expected, rtol=1e-5, err_msg=f"{layouts[i - 1]} -> {layout}")
 
 
 # Every family with one rule, every rule with dense families and with one of experts.
@@ -132,7 +119,7 @@ def test_what_a_resume_loses_shows(rule: str, lost: str, tmp_path: Path, monkeyp
 
     cfg = config((jobs.llama(2), rule))
     _, *next_two = jobs.train(0, cfg, 1, 3)
-    save_each(0, [cfg], 1, str(tmp_path))
+    visit(0, cfg, 1, None, str(tmp_path))
     finish = DistributedOptimizer.finish_load
 
     def forget(self: DistributedOptimizer) -> None:
@@ -145,7 +132,7 @@ def test_what_a_resume_loses_shows(rule: str, lost: str, tmp_path: Path, monkeyp
         monkeypatch.setattr(DistributedOptimizer, "finish_load", forget)
     else:
         monkeypatch.setattr(DistributedOptimizer, "load_scalars", lambda self, scalars: None)
-    ((step, after),) = resume_each(0, [cfg], 1, str(tmp_path), [1])
+    ((step, after),) = visit(0, cfg, 1, str(tmp_path), None)
     np.testing.assert_allclose(step, next_two[0], rtol=1e-6)
     counts_steps = rule not in ("lars", "lion", "sgd")
     assert np.allclose(after, next_two[1], rtol=2e-5) == (lost == "scalars" and not counts_steps), (after, next_two[1])

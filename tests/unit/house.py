@@ -47,9 +47,9 @@ class House:
         """Module -> modules of the package that it imports, wherever the import stands."""
         return {name: set(self._imported(tree)) - {name} for name, tree in self.trees.items()}
 
-    def imported_by(self, text: str) -> set[str]:
-        """Return the modules of the package that a text imports, wherever the import stands."""
-        return set(self._imported(ast.parse(text)))
+    def imported_by(self, tree: ast.Module) -> set[str]:
+        """Return the modules of the package that a module imports, wherever the import stands."""
+        return set(self._imported(tree))
 
     def _imported(self, tree: ast.Module) -> Iterator[str]:
         for node in ast.walk(tree):

@@ -21,8 +21,7 @@ from benchmarks.rows import end_marked, run_rows
 from megalite.core.mesh.grid import Grid
 from megalite.runtime.options import cli
 from tests.gpu import faulty_rows
-
-ROOT = Path(__file__).parents[2]
+from tests.ranks import PYTHONPATH, ROOT
 
 
 def run(tmp_path: Path, module: str, names: list[str], seconds: float, lanes: int = 2) -> list[tuple[str, Any]]:
@@ -87,7 +86,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         "import sys, time; from benchmarks.rows import run_rows; log = open(sys.argv[1] + '/log', 'ab', buffering=0)\n"
         "run_rows('tests.gpu.faulty_rows', 'cpu', ['hang for long', 'last'], time.monotonic() + 600, log, print)"
     )
-    env = {**os.environ, "MEGALITE_ROWS_CHILD": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "MEGALITE_ROWS_CHILD": str(tmp_path), "PYTHONPATH": PYTHONPATH}
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, env=env, start_new_session=True)
     while not alive(f"# {tmp_path}"):
         assert process.poll() is None
@@ -211,7 +210,7 @@ def test_what_a_part_measured_is_kept(
 @pytest.mark.full
 def test_a_row_of_all_gpus(tmp_path: Path) -> None:
     _, command = gpus.parts_of(2, tiny=True)["tp 2"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
     # Two starts and some steps; a busy machine has taken 80 s.
     part = gpus.run_part("tp 2", command, 500.0, "cpu", tmp_path / "log", env)
     assert part["outcome"] == "passed", (tmp_path / "log").read_text()

@@ -32,6 +32,7 @@ from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
 from tests.parity.runs import train
+from tests.ranks import PYTHONPATH
 from tests.workers import WorkerPool
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -104,7 +105,9 @@ def test_from_text_to_an_evaluated_and_preferred_model(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(DOCS.parent / name)
     readme = (DOCS.parent / "README.md").read_text().replace("\\\n", " ")
     (block,) = [block for block in re.findall(r"^```bash\n(.*?)^```$", readme, re.M | re.S) if "--pairs" in block]
-    env = {**os.environ, "PYTHONPATH": str(DOCS.parent), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # Where --cache-dir is by default.
+    env = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHONPATH": PYTHONPATH}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     commands = [["-m", *shlex.split(line.replace("*", "0"))] for line in block.splitlines()]
     assert len(commands) == 4
     for words in commands:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import PYTHONPATH
+
 REPOSITORY = Path(__file__).parents[2]
 MISSING = [name for name in ("trl", "accelerate", "datasets") if importlib.util.find_spec(name) is None]
 
@@ -18,7 +20,7 @@ TINY = "--num-layers 1 --hidden-size 16 --num-heads 2 --ffn-hidden-size 32 --seq
 
 
 def run(folder: Path, *command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
