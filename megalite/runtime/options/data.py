@@ -47,8 +47,7 @@ class DataConfig:
     loss_per: Literal["token", "sample"] = "token"
     """Chat data: give every trained token the same weight in the loss, or every conversation."""
     long_documents: Literal["cut", "drop"] = "cut"
-    """Chat data: truncate conversations longer than seq_len + 1 tokens (cut), or drop them. Of chats as data a longer
-    one goes on in the next sample instead of being truncated."""
+    """Chat data: truncate conversations longer than seq_len + 1 tokens (cut), or drop them."""
 
     @property
     def within_documents(self) -> bool:
