@@ -5,6 +5,9 @@ epoch after epoch, in an order of its own in each. M samples of s tokens are a w
 How many tokens a piece has is known once it is tokenized, so where a window starts is found by walking there from an
 earlier one: the starts of the current windows are what a checkpoint keeps, and could be found again without it.
 Conversations are packed whole, see `packs`.
+
+A pass is an epoch of a lane. Pieces that are added while a run goes on are read in a pass of their own, and together
+with the others in those after it.
 """
 
 from __future__ import annotations
@@ -143,17 +146,54 @@ class Lane:
         split: bool = False,
     ) -> None:
         self.shape, self.source, self.lane, self.name, self._split = shape, source, lane, name, split
-        self._num_pieces, self._sizes, self._ahead = num_pieces, sizes, ahead
-        self.num_own = (num_pieces - lane + shape.lanes - 1) // shape.lanes
+        self._sizes, self._ahead = sizes, ahead
+        # Of each generation of pieces, their number, and the pass that reads it alone.
+        self._pieces, self._passes = [num_pieces], [0]
         self._starts = {0: Start()}
         self._windows: dict[int, _Window] = {}
         self._kept = _KEPT + _KEPT_SAMPLES // (shape.window * shape.lanes)
         self._lock = Lock()
 
+    def add(self, pieces: int, epoch: int) -> None:
+        """Add a generation of pieces, numbered after those before; a pass, later than that of the last, begins it."""
+        self._pieces.append(pieces)
+        self._passes.append(epoch)
+
+    def next_pass(self, nth: int) -> int:
+        """Return the first pass that no window up to that of the n-th sample reads of, nor is for pieces added before:
+        one that may read others, so that the samples of these windows stay as they are.
+        """
+        return max(self._end_of(nth).epoch, self._passes[-1]) + 1
+
+    def _end_of(self, nth: int) -> Start:
+        """Return where the window after that of the n-th sample starts."""
+        number = nth // self.shape.window
+        self._walk_to(number)
+        return self._starts[number + 1]
+
+    def num_own(self, epoch: int) -> int:
+        """Return the number of pieces that the lane reads in an epoch."""
+        return sum(map(self._owned_of, self._generations(epoch)))
+
     def piece(self, epoch: int, ordinal: int) -> int:
         """Return the piece that the lane reads at a place of an epoch."""
-        nth = self.shape.permute(ordinal, self.num_own, _EPOCH, self.source, self.lane, epoch)
-        return self.shape.permute(self.lane + self.shape.lanes * nth, self._num_pieces, _OWNERS, self.source)
+        nth = self.shape.permute(ordinal, self.num_own(epoch), _EPOCH, self.source, self.lane, epoch)
+        generations = iter(self._generations(epoch))
+        generation = next(generations)
+        while nth >= self._owned_of(generation):
+            nth, generation = nth - self._owned_of(generation), next(generations)
+        place, key = self.lane + self.shape.lanes * nth, (_OWNERS, self.source, generation)
+        # The key of the first generation is older than there are others.
+        own = self.shape.permute(place, self._pieces[generation], *key[: 3 if generation else 2])
+        return sum(self._pieces[:generation]) + own
+
+    def _owned_of(self, generation: int) -> int:
+        return max(0, (self._pieces[generation] - self.lane + self.shape.lanes - 1) // self.shape.lanes)
+
+    def _generations(self, epoch: int) -> range:
+        """Return which generations of pieces an epoch reads."""
+        last = max(n for n, first in enumerate(self._passes) if first <= epoch)
+        return range(last, last + 1) if epoch == self._passes[last] else range(last + 1)
 
     def begin_at(self, row: Sequence[int]) -> None:
         """Take over what `row` returned."""
@@ -204,12 +244,14 @@ class Lane:
         if (start := self._starts.get(window)) is None:
             return
         self._ahead(self.piece(start.epoch, start.ordinal), start.part)
-        for distance in range(1, min(AHEAD, self.num_own)):
+        for distance in range(1, min(AHEAD, self.num_own(start.epoch))):
             self._announce(start.epoch, start.ordinal, distance)
 
     def _announce(self, epoch: int, ordinal: int, distance: int) -> None:
-        turns, ordinal = divmod(ordinal + distance, self.num_own)
-        self._ahead(self.piece(epoch + turns, ordinal), 0)
+        ordinal += distance
+        while ordinal >= (own := self.num_own(epoch)):
+            epoch, ordinal = epoch + 1, ordinal - own
+        self._ahead(self.piece(epoch, ordinal), 0)
 
     def _walk_to(self, number: int) -> _Window:
         # A save may look for a start while the thread that reads ahead walks here.
@@ -248,10 +290,12 @@ class Lane:
                 continue
             self._announce(epoch, ordinal, AHEAD)
             part, ordinal = 0, ordinal + 1
-            if ordinal == self.num_own:
-                if not has_tokens:
-                    self._refuse_empty()
+            if ordinal == self.num_own(epoch):
+                if not has_tokens and epoch not in self._passes[1:]:
+                    self._refuse_empty(epoch)
                 epoch, ordinal, has_tokens = epoch + 1, 0, False
+                while not self.num_own(epoch):  # of what was added, nothing is this lane's
+                    epoch += 1
 
     def _read(self, number: int) -> _Window:
         """Find the documents of a window, and where the next one starts."""
@@ -279,15 +323,13 @@ class Lane:
                 break
         return _Window(*(np.concatenate(column) for column in zip(*columns)))
 
-    def _refuse_empty(self) -> None:
-        given = f"lane {self.lane} of {self.shape.lanes} of {self.name}"
+    def _refuse_empty(self, epoch: int) -> None:
+        own, given = self.num_own(epoch), f"lane {self.lane} of {self.shape.lanes} of {self.name}"
         if self._split:
-            rule = f"none of its {self.num_own} pieces has a token in this part of --split"
+            rule = f"none of its {own} pieces has a token in this part of --split"
             raise UserError(given, rule, "give --valid-data, or a larger part of --split")
         remedy = f"give fewer --data-lanes than {self.shape.lanes}, or check --key" if self.shape.lanes > 1 else ""
-        raise UserError(
-            given, f"none of its {self.num_own} pieces holds a token", remedy or "check the files and --key"
-        )
+        raise UserError(given, f"none of its {own} pieces holds a token", remedy or "check the files and --key")
 
 
 class StreamOrder:

@@ -75,6 +75,9 @@ class PackedLane(Lane):
         places = zip(*(column[window.packs[chosen]].tolist() for column in columns))
         return [Span(piece, part, row, 0, size) for piece, part, row, size in places]
 
+    def _end_of(self, nth: int) -> Start:
+        return self._starts[self._find(nth)[0] + 1]
+
     def announce(self, nth: int) -> None:
         self._announce_window(self._last_before(nth))
 
