@@ -139,6 +139,20 @@ def _are_windows(value: Any) -> bool:
     )
 
 
+def _are_files(value: Any) -> bool:
+    """Whether a value names, for each source of text, files."""
+    return isinstance(value, list) and all(isinstance(names, list) and all(map(_is_name, names)) for names in value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_passes(value: Any) -> bool:
+    """Whether a value has rows of counts: which source, which addition to it, passes of lanes."""
+    return isinstance(value, list) and all(isinstance(row, list) and all(map(_is_count, row)) for row in value)
+
+
 def _are_references(value: Any) -> bool:
     """Whether a value names scores of a reference by the data that they are of: a key, and a SHA-256."""
     return isinstance(value, dict) and all(
@@ -153,6 +167,8 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "data_version": (lambda value: type(value) is int and 1 <= value <= 4, "an integer from 1 to 4"),
     "mask_version": (lambda value: value == 2, "2"),
     "blend": (_is_blend, "samples taken of each set, which sum to a position"),
+    "files": (_are_files, "names of files of each source"),
+    "passes": (_are_passes, "counts of each addition to a source"),
     "windows": (_are_windows, "eight or ten counts of each lane"),
     "loss_history": (_are_losses, "a list of at most 1000 numbers"),
     "valid_loss": (_is_number, "a number"),

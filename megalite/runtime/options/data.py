@@ -35,6 +35,9 @@ class DataConfig:
     shuffle_tokens: int | None = None
     """Text as data: tokens of a lane among which samples are shuffled, and that must be tokenized before the first of
     them is read. Default: 2^20, fewer for little data."""
+    data_grows: bool = False
+    """Text as data: files may be added while the run goes on, under names that sort after those of the others. A resume
+    trains on what is there then: first the rest of the pass in progress, then the new files, then all of them."""
     shuffle: bool = True
     """Shuffle samples by seed and epoch."""
     mock_data: bool = False

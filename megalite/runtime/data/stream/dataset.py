@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -84,9 +84,10 @@ class StreamDataset:
         document_mask: mark where documents begin; their last tokens then have no target. Those of conversations are
             always marked.
         chats: what of conversations is learned.
+        passes: passes that read what was added to sources: [source, addition from 1 on, *pass of each lane] of each.
 
     Raises:
-        UserError: a source has fewer pieces than there are lanes.
+        UserError: a source has fewer pieces than there are lanes, or `passes` are of other data.
     """
 
     def __init__(
@@ -99,12 +100,17 @@ class StreamDataset:
         vocab_size: int | None = None,
         document_mask: bool = False,
         chats: ChatOptions | None = None,
+        passes: Sequence[Sequence[int]] = (),
     ) -> None:
         self.sources, self.weights, self.shape = list(sources), list(weights), shape
         self.split, self.vocab_size = split or Split(), vocab_size
-        self.seq_len = shape.seq_len
+        self.seq_len, self.passes = shape.seq_len, [list(row) for row in passes]
         self.document_mask, self.chats = document_mask, chats or ChatOptions()
         self.has_documents = document_mask or any(source.template is not None for source in sources)
+        additions = [[i, n] for i, source in enumerate(sources) for n in range(1, len(source.added) + 1)]
+        if sorted(row[:2] for row in self.passes) != additions or any(len(p) != 2 + shape.lanes for p in self.passes):
+            rule = "grew in another way than the checkpoint records"
+            raise UserError(f"--data {sources[0].name}", rule, "train on it with --reset-data")
         self._version, self.version = 0, VERSION_OF_DATA
 
     @property
@@ -125,7 +131,18 @@ class StreamDataset:
         source = self.sources[number]
         sizes, is_split = partial(self._sizes, source), self.split != Split()
         kind = PackedLane if self._packs(source) else Lane
-        return kind(self.shape, number, lane, source.num_pieces, sizes, source.ahead, source.name, is_split)
+        made = kind(self.shape, number, lane, source.num_pieces, sizes, source.ahead, source.name, is_split)
+        for _, addition, *begins in sorted(row for row in self.passes if row[0] == number):
+            made.add(source.added[addition - 1], begins[lane])
+        return made
+
+    def next_passes(self, position: int, sources: Container[int]) -> list[list[int]]:
+        """Return rows of `passes` for an addition to some of the sources at a position; reads the windows there."""
+        rows = {i: [i, len(source.added) + 1] for i, source in enumerate(self.sources) if i in sources}
+        for source, lane, nth in self.order.samples_before(position):
+            if source in rows:
+                rows[source].append(self.order.lanes[source][lane].next_pass(nth))
+        return list(rows.values())
 
     def _packs(self, source: Source) -> bool:
         """Whether samples of a source are whole conversations."""
@@ -200,7 +217,7 @@ class StreamDataset:
 
     def log_pool(self) -> None:
         """Log what a batch is drawn from."""
-        s, pieces = self.shape, sum(source.num_pieces for source in self.sources)
+        s, pieces = self.shape, sum(source.num_pieces + sum(source.added) for source in self.sources)
         logger.info(
             f"text as data: {pieces} pieces in {s.lanes} lanes; each batch is drawn from a pool of "
             f"{s.lanes * s.window} samples"
