@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import RECOVER, codes, kill, metrics, outcome
+from tests.faults.harness import RECOVER, codes, events, kill, metrics, outcome, waits_at
 from tests.faults.zygote import Zygote
 
 STEPS = 16
@@ -73,6 +73,27 @@ def test_kills_in_later_epochs_and_a_second_resume_change_no_bit(
     assert codes(left) == [2]
     assert "the training data: checkpoint" in left[0].err
     assert "the files have changed" in left[0].err
+
+
+@pytest.mark.full
+def test_a_recovery_reads_the_files_that_the_run_began_with(zygote: Zygote, tmp_path: Path) -> None:
+    """A file arrives while the run goes on: processes that recover leave it, and the next start reads it."""
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        lines = [json.dumps(record("text", number, i)) for i in range(4)]
+        (tmp_path / "text" / f"{number}.jsonl").write_text("\n".join(lines))
+    flags = [*RUN, "--data", str(tmp_path / "text"), "--cache-dir", str(tmp_path / "cache"), "--data-grows", *RECOVER]
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert codes(zygote.start([*flags, "--run-dir", str(whole)], 2, tmp_path).end()) == [0, 0]
+    job = zygote.start([*flags, "--run-dir", str(run)], 2, tmp_path, waits_at(5, tmp_path), kill(1, 8, tmp_path))
+    zygote.until(lambda: (run / "metrics.jsonl").exists() and any("loss" in line for line in metrics(run)))
+    (tmp_path / "text" / "9.jsonl").write_text(json.dumps(record("text", 9, 9)))
+    (tmp_path / "go on").touch()
+    assert codes(job.end()) == [0, 0]
+    assert outcome(run) == outcome(whole)
+    assert events(run, "data_grows") == []
+    assert codes(zygote.start([*flags, "--run-dir", str(run), "--train-steps", "20"], 2, tmp_path).end()) == [0, 0]
+    assert [event["step"] for event in events(run, "data_grows")] == [STEPS]
 
 
 KILLS, LONG = 10, ["--global-batch-size", "8", "--train-steps", "33"]
