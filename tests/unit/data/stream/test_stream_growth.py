@@ -101,7 +101,9 @@ def test_a_resume_after_an_addition_goes_on_in_the_same_bits(kind: type[Lane]) -
     rng, world = random.Random(9), World(9, 3, 2, 32)
     generations = [make_pieces(rng, 8)]
     begun = Reader(kind, world, generations, [], {})
-    state = [begun.sample(position) for position in range(50)] and begun.order.state(50, [])
+    for position in range(50):
+        begun.sample(position)
+    state = begun.order.state(50, [])
     passes = [Reader(kind, world, generations, [], state).next_passes(50)]
     generations.append(make_pieces(rng, 7))
     whole = Reader(kind, world, generations, passes, state)
