@@ -13,7 +13,7 @@ import argparse
 import json
 import multiprocessing
 import random
-import resource
+import re
 import shutil
 import tempfile
 import time
@@ -41,29 +41,33 @@ def write_texts(folder: Path, size: int) -> None:
                 written += f.write(rng.choice(lines))
 
 
-def peak_mib(who: int) -> float:
-    return resource.getrusage(who).ru_maxrss / 1024
+def peak_mib(pid: int | str = "self") -> float:
+    """Peak of a process since it began its program; that of `getrusage` counts the memory of who forked it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[0]) / 1024
 
 
 def read_all(pipe: Connection, folder: str, cache: str) -> None:
     """Read one sample of each window of an epoch, and send the peaks."""
     flags = [*MODEL, "--data", folder, "--cache-dir", cache, "--cache-gb", "2", "--data-workers", "1"]
-    before, started = peak_mib(resource.RUSAGE_SELF), time.monotonic()
+    before, started = peak_mib(), time.monotonic()
     datasets = open_data(*resolve_vocabulary(cli.parse(flags).config))
     data = datasets.train
     assert isinstance(data, StreamDataset)
-    opened, shape = peak_mib(resource.RUSAGE_SELF), data.shape
+    opened, shape = peak_mib(), data.shape
     windows = sum(source.tokens for source in data.sources) // (shape.lanes * shape.window * shape.seq_len)
     for window in range(windows):
         for lane in range(shape.lanes):
             data.sample(window * shape.window * shape.lanes + lane)
+    assert datasets.workers is not None
+    workers = [peak_mib(process.pid) for process in datasets.workers._processes]
     datasets.close()
     pipe.send(
         {
             "before_mib": before,
             "opened_mib": opened,
-            "reader_mib": peak_mib(resource.RUSAGE_SELF),
-            "worker_mib": peak_mib(resource.RUSAGE_CHILDREN),
+            "reader_mib": peak_mib(),
+            "worker_mib": max(workers),
             "lanes": shape.lanes,
             "windows_of_a_lane": windows,
             "seconds": time.monotonic() - started,
