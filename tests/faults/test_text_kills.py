@@ -1,14 +1,15 @@
-"""Text as data under kills: a run that is killed twice ends in the bits of one left alone; changed text is refused."""
+"""Text and chats as data under kills: a run ends in the bits of one left alone; changed text is refused."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import RECOVER, codes, kill, metrics, outcome
+from tests.faults.harness import RECOVER, codes, events, kill, metrics, outcome, waits_at
 from tests.faults.zygote import Zygote
 
 STEPS = 16
@@ -17,6 +18,8 @@ RUN = [
     *("--device", "cpu", "--lr", "1e-3", "--train-steps", str(STEPS), "--save-every", "2", "--tokenizer", "bytes"),
     *("--data-lanes", "3", "--shuffle-tokens", "64", "--data-workers", "1"),
 ]
+# Two conversations fit into a sample.
+CHATS = ["--chat-template", "chatml", "--seq-len", "64"]
 
 
 def record(kind: str, file: int, line: int) -> dict[str, object]:
@@ -29,13 +32,13 @@ def record(kind: str, file: int, line: int) -> dict[str, object]:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("text", ["--document-mask"]), ("chats", ["--chat-template", "chatml", "--loss-per", "sample"])],
+    [("text", ["--document-mask"]), ("chats", [*CHATS, "--loss-per", "sample"])],
     ids=["text", "chats"],
 )
 def test_kills_in_later_epochs_and_a_second_resume_change_no_bit(
     zygote: Zygote, tmp_path: Path, kind: str, options: list[str]
 ) -> None:
-    """16 steps of 64 tokens, of four files with some 80 each: the kills are in the second and third epoch."""
+    """16 steps of 4 samples, of four files with some 5 or 1 each: the kills are in the second epoch or later."""
     (tmp_path / "text").mkdir()
     for number in range(4):
         lines = [json.dumps(record(kind, number, i)) for i in range(4 if kind == "text" else 2)]
@@ -70,3 +73,62 @@ def test_kills_in_later_epochs_and_a_second_resume_change_no_bit(
     assert codes(left) == [2]
     assert "the training data: checkpoint" in left[0].err
     assert "the files have changed" in left[0].err
+
+
+@pytest.mark.full
+def test_a_recovery_reads_the_files_that_the_run_began_with(zygote: Zygote, tmp_path: Path) -> None:
+    """A file arrives while the run goes on: processes that recover leave it, and the next start reads it."""
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        lines = [json.dumps(record("text", number, i)) for i in range(4)]
+        (tmp_path / "text" / f"{number}.jsonl").write_text("\n".join(lines))
+    flags = [*RUN, "--data", str(tmp_path / "text"), "--cache-dir", str(tmp_path / "cache"), "--data-grows", *RECOVER]
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert codes(zygote.start([*flags, "--run-dir", str(whole)], 2, tmp_path).end()) == [0, 0]
+    job = zygote.start([*flags, "--run-dir", str(run)], 2, tmp_path, waits_at(5, tmp_path), kill(1, 8, tmp_path))
+    zygote.until(lambda: (run / "metrics.jsonl").exists() and any("loss" in line for line in metrics(run)))
+    (tmp_path / "text" / "9.jsonl").write_text(json.dumps(record("text", 9, 9)))
+    (tmp_path / "go on").touch()
+    assert codes(job.end()) == [0, 0]
+    assert outcome(run) == outcome(whole)
+    assert events(run, "data_grows") == []
+    assert codes(zygote.start([*flags, "--run-dir", str(run), "--train-steps", "20"], 2, tmp_path).end()) == [0, 0]
+    assert [event["step"] for event in events(run, "data_grows")] == [STEPS]
+
+
+KILLS, LONG = 10, ["--global-batch-size", "8", "--train-steps", "33"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [(["text"], ["--document-mask"]), (["chats"], [*CHATS, "--loss-per", "sample"]), (["chats", "text"], CHATS)],
+    ids=["text", "chats", "blend"],
+)
+def test_twenty_kills_change_no_bit(zygote: Zygote, tmp_path: Path, kinds: list[str], options: list[str]) -> None:
+    """Ten kills are each followed by a start, ten by a recovery; packs of some four windows of each lane are read."""
+    rng, words = random.Random(len(options)), []
+    for kind in kinds:
+        (tmp_path / kind).mkdir()
+        words += [f"{1 / len(kinds):g}", str(tmp_path / kind)]
+        for number in range(4):
+            lines = [json.dumps(record(kind, number, i)) for i in range(rng.randint(3, 9))]
+            (tmp_path / kind / f"{number}.jsonl").write_text("\n".join(lines))
+    flags = [*RUN, *LONG, *options, "--data", *(words if len(kinds) > 1 else words[1:])]
+
+    def start(name: str, *faults: dict[str, object], more: Sequence[str] = ()) -> list[int]:
+        where = ["--run-dir", str(tmp_path / name), "--cache-dir", str(tmp_path / f"cache_{name}")]
+        return codes(zygote.start([*flags, *where, *more], 2, tmp_path, *faults).end())
+
+    assert start("whole") == [0, 0]
+    kills = [kill(rng.randrange(2), 3 * number + rng.randint(2, 4), tmp_path) for number in range(KILLS)]
+    for fault in kills:
+        assert start("killed", fault) != [0, 0]
+    assert start("killed") == [0, 0]
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+    kills = [kill(rng.randrange(2), 3 * number + rng.randint(1, 3), tmp_path) for number in range(KILLS)]
+    for fault in kills:
+        fault["once"] = f"{fault['once']}_recovered"
+    assert start("recovered", *kills, more=RECOVER) == [0, 0]
+    assert len(list(tmp_path.glob("kill_*_recovered"))) == KILLS
+    assert outcome(tmp_path / "recovered") == outcome(tmp_path / "whole")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from megalite.runtime.base.untrusted import BadFile, parse_json, read_json
 from megalite.runtime.base.urls import cached_at, check_url, is_url, join
 from megalite.runtime.places.disk import BLOCK, sync_file
 from megalite.runtime.places.downloads import locked
+from megalite.runtime.places.names import MODEL
 from megalite.runtime.places.place import COMMIT, MANIFEST
 from megalite.runtime.places.store import Store, StoreError
 from megalite.runtime.places.store_place import StorePlace
@@ -26,7 +26,6 @@ SOURCE = "SOURCE"
 _MAX_SOURCE = 64 << 20
 # After so many, it is the store that has another manifest than the committed one.
 _DOWNLOADS = 3
-_SNAPSHOT = re.compile(r"model_\d{8,20}")
 
 
 def local_copy(path: str, cache_dir: str) -> Path:
@@ -85,7 +84,7 @@ def _base_in(folder: Path) -> tuple[str, str] | None:
         name, sha256 = base["name"], base["manifest"]
     except (BadFile, KeyError, TypeError):
         return None
-    sane = isinstance(name, str) and isinstance(sha256, str) and _SNAPSHOT.fullmatch(name)
+    sane = isinstance(name, str) and isinstance(sha256, str) and MODEL.fullmatch(name)
     return (name, sha256) if sane else None
 
 

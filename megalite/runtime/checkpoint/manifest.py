@@ -22,6 +22,7 @@ from megalite.runtime.checkpoint.local_copies import source_of
 from megalite.runtime.checkpoint.meta import MAX_COUNT, BadMeta, check_meta
 from megalite.runtime.checkpoint.safetensors_io import MAX_BYTES, BadCheckpoint, num_bytes, open_inside, read_exactly
 from megalite.runtime.places.disk import BLOCK
+from megalite.runtime.places.names import MODEL
 
 _MAX_DIMS = 8
 # Name of a shard.
@@ -31,7 +32,6 @@ CODE = "planes-zstd"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,1000}")
 # Number of a summand in the name of a kind.
 _SUMMAND = re.compile(r"_\d+$")
-_SNAPSHOT = re.compile(r"model_\d{8,20}")
 # Types that states may be stored in.
 _TYPES = ("F32", "BF16", "F16")
 
@@ -349,7 +349,7 @@ def _parse_base(content: Mapping[str, Any], version: int) -> tuple[str, str] | N
     if version != _DIFFERENCE_VERSION:
         return None
     name, sha256 = content["base"]["name"], content["base"]["manifest"]
-    ok = isinstance(name, str) and bool(_SNAPSHOT.fullmatch(name))
+    ok = isinstance(name, str) and bool(MODEL.fullmatch(name))
     require_rule(ok, f"base {name!r:.80} is not the name of a snapshot of weights")
     ok = isinstance(sha256, str) and bool(re.fullmatch("[0-9a-f]{64}", sha256))
     require_rule(ok, f"base: {sha256!r:.80} is not a SHA-256")

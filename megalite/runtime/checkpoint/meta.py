@@ -133,10 +133,24 @@ def _is_blend(value: Any) -> bool:
 
 
 def _are_windows(value: Any) -> bool:
-    """Whether a value says of lanes of text where they are: eight counts of each, see `StreamOrder.state`."""
+    """Whether a value says of lanes where they are: eight counts of text, ten of chats, see `StreamOrder.state`."""
     return isinstance(value, list) and all(
-        isinstance(row, list) and len(row) == 8 and all(map(_is_count, row)) for row in value
+        isinstance(row, list) and len(row) in (8, 10) and all(map(_is_count, row)) for row in value
     )
+
+
+def _are_files(value: Any) -> bool:
+    """Whether a value names, for each source of text, files."""
+    return isinstance(value, list) and all(isinstance(names, list) and all(map(_is_name, names)) for names in value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_passes(value: Any) -> bool:
+    """Whether a value has rows of counts: which source, which addition to it, passes of lanes."""
+    return isinstance(value, list) and all(isinstance(row, list) and all(map(_is_count, row)) for row in value)
 
 
 def _are_references(value: Any) -> bool:
@@ -150,10 +164,12 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("step", "consumed_samples", "skipped_steps"), (_is_count, f"an integer from 0 to {MAX_COUNT}")),
     **dict.fromkeys(("data_hash", "valid_data_hash", "tokenizer_sha256"), (_is_text, "text or null")),
     "chat_template": (_is_template, f"text of at most {MAX_TEMPLATE} bytes, or null"),
-    "data_version": (lambda value: type(value) is int and value in (1, 2, 3), "1, 2 or 3"),
+    "data_version": (lambda value: type(value) is int and 1 <= value <= 4, "an integer from 1 to 4"),
     "mask_version": (lambda value: value == 2, "2"),
     "blend": (_is_blend, "samples taken of each set, which sum to a position"),
-    "windows": (_are_windows, "eight counts of each lane"),
+    "files": (_are_files, "names of files of each source"),
+    "passes": (_are_passes, "counts of each addition to a source"),
+    "windows": (_are_windows, "eight or ten counts of each lane"),
     "loss_history": (_are_losses, "a list of at most 1000 numbers"),
     "valid_loss": (_is_number, "a number"),
     "scalars": (_are_scalars, "numbers of the optimizer and the loss scale"),

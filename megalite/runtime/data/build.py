@@ -18,7 +18,7 @@ from megalite.runtime.data.samples import Dataset, GPTDataset, split_documents
 from megalite.runtime.data.sidecar import read_sidecar, read_stream_pieces
 from megalite.runtime.data.stream.catalogue import is_text_path
 from megalite.runtime.data.stream.dataset import StreamDataset
-from megalite.runtime.data.stream.opening import Streams, TextOptions
+from megalite.runtime.data.stream.opening import Grown, Streams, TextOptions
 from megalite.runtime.data.stream.sources import Split
 from megalite.runtime.data.stream.workers import Workers
 from megalite.runtime.data.tokenizer import Tokenizer
@@ -35,11 +35,15 @@ class Datasets:
     Attributes:
         train, valid: as above.
         workers: processes that tokenize text, None without text.
+        reopen: opens the same with some of the files of text; None where all is as it was preprocessed.
+        grows: files may have been added while this rank listed them: see `Datasets.reopen`.
     """
 
     train: Dataset
     valid: Dataset | None
     workers: Workers | None = None
+    reopen: Callable[[Grown], Datasets] | None = None
+    grows: bool = False
 
     def use_version(self, version: int) -> None:
         """Read the samples in the order of a version of the data, and hash the files as it does."""
@@ -48,7 +52,9 @@ class Datasets:
                 dataset.version = version
 
     def identity(self) -> str:
-        """Return what the ranks compare, see `Dataset.identity`."""
+        """Return what the ranks compare, see `Dataset.identity`; of files that may be added meanwhile, nothing."""
+        if self.grows and isinstance(self.train, StreamDataset):
+            return repr([source.name for source in self.train.sources])
         return self.train.identity() + (f"; {self.valid.identity()}" if self.valid is not None else "")
 
     def close(self) -> None:
@@ -70,11 +76,17 @@ class Datasets:
                 reading. None: leave that out.
         """
         if isinstance(self.train, StreamDataset):
-            return self.train.order.state(consumed_samples, elsewhere)
+            return self.train.order.state(consumed_samples, elsewhere) | self.files_meta()
         if not isinstance(self.train, BlendedDataset):
             return {}
         position, taken = self.train.order.mark_before(consumed_samples)
         return {"blend": {"position": position, "taken": taken.tolist()}}
+
+    def files_meta(self) -> dict[str, Any]:
+        """Return what a checkpoint records of the files that a stream reads: the fields of `Grown`."""
+        if not isinstance(self.train, StreamDataset):
+            return {}
+        return {"files": [[*source.last_files] for source in self.train.sources], "passes": self.train.passes}
 
     def resume_position(self, meta: Mapping[str, Any]) -> None:
         """Start where `position_meta` was taken, if a checkpoint has it and it is of this blend."""
@@ -219,18 +231,27 @@ def _split(documents: int, split: str, pairs: bool) -> list[tuple[int, int]]:
 
 
 def _streams(
-    streams: Streams, data: Sequence[str], valid_data: Sequence[str], split: str | None, shuffle: bool, evaluate: bool
+    streams: Streams,
+    data: Sequence[str],
+    valid_data: Sequence[str],
+    split: str | None,
+    shuffle: bool,
+    evaluate: bool,
+    grown: Grown | None = None,
 ) -> Datasets:
-    """Open text, and token files that are blended with it; evaluation reads in order."""
-    train, valid = streams.open(parse_data(data), split, 0, shuffle), None
-    train.log_pool()
+    """Open text, and token files that are blended with it; evaluation reads in order, and what was there first."""
+    train, valid = streams.open(parse_data(data), split, 0, shuffle, grown), None
+    grows = streams.grows and grown is None
+    if not grows:
+        train.log_pool()
     if valid_data:
         logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
         valid = streams.open(parse_data(valid_data), None, 1, shuffle=False)
     elif evaluate and any(float(part) > 0 for part in (split or "").split(",")[1:2]):
-        valid = streams.open(parse_data(data), split, 1, shuffle=False)
+        valid = streams.open(parse_data(data), split, 1, shuffle=False, grown=grown.first() if grown else None)
     streams.require_used()
-    return Datasets(train, valid, streams.workers)
+    reopen = partial(_streams, streams, data, valid_data, split, shuffle, evaluate)
+    return Datasets(train, valid, streams.workers, reopen, grows)
 
 
 def _unmarked(prefix: str, vocab_size: int | None, share: tuple[int, int]) -> IndexedDataset:

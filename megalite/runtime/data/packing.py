@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +54,27 @@ def pack(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
         packs[chosen].append(item)
         insort(rooms, (room - size, chosen))
     return packs
+
+
+def fill(documents: Iterable[tuple[Tokens, npt.NDArray[np.bool_]]], seq_len: int, per_sample: bool = False) -> Rows:
+    """Make a sample of documents that fit into it, each apart from the others; the rest is padding.
+
+    Args:
+        documents: ids of each, and which of them are learned, both [places + 1].
+        seq_len: places of the sample.
+        per_sample: give the targets of each document the weight 1 together, instead of 1 each.
+    """
+    inputs, starts = np.zeros(seq_len, np.int64), np.zeros(seq_len, np.int64)
+    targets = np.full(seq_len, IGNORE, np.int64)
+    weights = np.zeros(seq_len, np.float32)
+    at = 0
+    for tokens, learned in documents:
+        place = slice(at, at + len(tokens) - 1)
+        inputs[place], targets[place] = tokens[:-1], np.where(learned[1:], tokens[1:], IGNORE)
+        starts[place], weights[place] = at, 1 / max(int(learned[1:].sum()), 1)
+        at = place.stop
+    starts[at:] = at
+    return Rows(inputs, targets, starts, weights if per_sample else None, np.arange(seq_len) >= at)
 
 
 class LossMask:
@@ -222,21 +244,12 @@ class PackedDataset:
         Raises:
             UserError: an id is not in [0, vocab_size).
         """
-        inputs, starts = np.zeros(self.seq_len, np.int64), np.zeros(self.seq_len, np.int64)
-        targets = np.full(self.seq_len, IGNORE, np.int64)
-        weights = np.zeros(self.seq_len, np.float32)
-        at = 0
+        documents = []
         for document in self.documents_at(position):
             first, places = int(self.indexed.starts[document]), int(self.places[document])
             tokens = read_ids(self.indexed, first, first + places + 1, self.vocab_size)
-            learned = self.mask.of(document)[1 : places + 1]
-            place = slice(at, at + places)
-            inputs[place], targets[place] = tokens[:-1], np.where(learned, tokens[1:], IGNORE)
-            starts[place], weights[place] = at, 1 / max(int(learned.sum()), 1)
-            at += places
-        starts[at:] = at
-        padding = np.arange(self.seq_len) >= at
-        return Rows(inputs, targets, starts, weights if self.per_sample else None, padding)
+            documents.append((tokens, self.mask.of(document)[: places + 1]))
+        return fill(documents, self.seq_len, self.per_sample)
 
     def documents_at(self, position: int) -> list[int]:
         """Return the documents of the sample at a position, in their order there; of pairs, the pairs."""

@@ -2,7 +2,8 @@
 
 New runs permute by position, in constant memory: a Feistel network of keyed hashes. Runs whose checkpoints have data of
 an older version keep the order in which they began. Version 1 is the sort of random words, which takes 8 bytes a
-sample; until version 2 all sources of a blend had one key, so that those of one length were walked in one order.
+sample; until version 2 all sources of a blend had one key, so that those of one length were walked in one order. Until
+version 3 conversations as data were not packed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import struct
 import numpy as np
 import numpy.typing as npt
 
-VERSION_OF_DATA = 3
+VERSION_OF_DATA = 4
 """Version of the order of samples, and of the hash of data files, in new runs."""
 
 _ROUNDS = 8

@@ -35,6 +35,9 @@ class DataConfig:
     shuffle_tokens: int | None = None
     """Text as data: tokens of a lane among which samples are shuffled, and that must be tokenized before the first of
     them is read. Default: 2^20, fewer for little data."""
+    data_grows: bool = False
+    """Text as data: files may be added while the run goes on, under names that sort after those of the others. A resume
+    trains on what is there then: first the rest of the pass in progress, then the new files, then all of them."""
     shuffle: bool = True
     """Shuffle samples by seed and epoch."""
     mock_data: bool = False
@@ -47,8 +50,7 @@ class DataConfig:
     loss_per: Literal["token", "sample"] = "token"
     """Chat data: give every trained token the same weight in the loss, or every conversation."""
     long_documents: Literal["cut", "drop"] = "cut"
-    """Chat data: truncate conversations longer than seq_len + 1 tokens (cut), or drop them. Of chats as data a longer
-    one goes on in the next sample instead of being truncated."""
+    """Chat data: truncate conversations longer than seq_len + 1 tokens (cut), or drop them."""
 
     @property
     def within_documents(self) -> bool:

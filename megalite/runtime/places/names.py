@@ -9,6 +9,8 @@ from megalite.core.base.errors import UserError
 
 # What is not a checkpoint yet, or no longer, has a name that begins so.
 TEMPORARY = ".tmp_"
+MODEL = re.compile(r"model_\d{8,20}")
+"""Name of a folder of weights alone, see `model_name`."""
 _STEP = re.compile(r"step_(\d{8,})")
 _STEP_IN_STORE = re.compile(r"step_(\d{8,})-[0-9a-f]{16}")
 # Megatron-LM's folders of one iteration, and of one rank in it.

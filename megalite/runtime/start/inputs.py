@@ -92,7 +92,7 @@ def data_prefixes(cfg: Config) -> list[str]:
     return prefixes_of(cfg.local_data.data)
 
 
-_OF_TEXT = {"data": ("key", "skip_bad", "chat_template"), "run": ("data_workers",)}
+_OF_TEXT = {"data": ("key", "skip_bad", "chat_template", "data_grows"), "run": ("data_workers",)}
 _OF_STREAMS = {"data": ("data_lanes", "shuffle_tokens")}
 
 
@@ -223,4 +223,5 @@ def _text_options(cfg: Config, tokenizer: Tokenizer | None) -> TextOptions:
         int(cfg.run.cache_gb * 1e9),
         workers,
         cfg.data.chat_template,
+        cfg.data.data_grows,
     )

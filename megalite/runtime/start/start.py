@@ -52,6 +52,7 @@ from megalite.runtime.recover import restore
 from megalite.runtime.recover.copies import Copies
 from megalite.runtime.recover.member import NOBODY, Companion
 from megalite.runtime.recover.messages import Data
+from megalite.runtime.start.growth import Growth
 from megalite.runtime.start.inputs import digest_of, identity_of, open_data, resolve_vocabulary
 from megalite.runtime.start.references import score_references
 from megalite.runtime.start.resume import Source, check_folders, choose_checkpoint, log_start, resume
@@ -107,7 +108,9 @@ def open_run(
         run_id = gather_texts(companion.turn.run_id or secrets.token_hex(8), ctx.world, ctx.device)[0]
         checkpointer = _make_checkpointer(cfg, run_dir, ctx, run_id)
         exit_stack.callback(checkpointer.close)
-        source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer, copies, companion)
+        datasets, added, source, meta, state = _starting_point(
+            engine, datasets, tokenizer, checkpointer, copies, companion
+        )
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
         agree(ctx, lambda: write_config(run_dir, text) if ctx.rank == 0 else None)
         if companion.round == 0 and ctx.rank == 0 and (how := restore.how_to_join(cfg)):
@@ -120,6 +123,8 @@ def open_run(
         )
         run.copies, run.companion = copies, companion
         _record_start(run, source)
+        if added:
+            run.metrics.event("data_grows", step=run.step, added=added)
         exit_stack.pop_all()
         run.heartbeat.beat("between calls", run.step, IDLE)
         return run
@@ -132,11 +137,12 @@ def _starting_point(
     checkpointer: Checkpointer,
     copies: Copies | None,
     companion: Companion,
-) -> tuple[Source | None, dict[str, Any], dict[str, Any]]:
+) -> tuple[Datasets, str, Source | None, dict[str, Any], dict[str, Any]]:
     """Load the state that the run starts from, unless it was restored from copies.
 
     Returns:
-        The checkpoint, if it was one; what checkpoints of this run record; the metadata that the run continues from.
+        The data, and what was added to them; the checkpoint, if it was one; what checkpoints of this run record; the
+        metadata that the run continues from.
     """
     cfg = engine.cfg
     ctx = engine.ctx
@@ -146,6 +152,9 @@ def _starting_point(
         newest = restore.newest_of(engine, checkpointer) if companion.round else None
         source = newest or choose_checkpoint(engine, checkpointer.mirror)
     datasets.use_version(restored["data_version"] if restored else source.data_version if source else VERSION_OF_DATA)
+    continued = source.checkpoint.manifest.meta if source and not source.reset_data else {}
+    growth, added = Growth(datasets, ctx, restored or continued), ""
+    datasets = growth.before()
     meta = {"config": by_group(cfg), **_hashes(datasets, ctx, tokenizer)}
     restore.check_unchanged(restored, meta)
     state = restored or (source.state(resume(engine, source, meta)) if source else init_weights(engine))
@@ -153,6 +162,9 @@ def _starting_point(
     meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned, datasets.chat_templates()))
     if source:
         log_start(engine, source, meta)
+        datasets, added = growth.after(datasets, state)
+        if added:
+            meta |= _hashes(datasets, ctx, tokenizer)
     if cfg.train.stage == "dpo" and PREFERENCES[cfg.train.dpo_loss].has_reference:
         # A stage on other data has another reference: the weights that it starts from.
         kept = {} if source and source.reset_data else (restored["meta"] if restored else state)
@@ -162,7 +174,7 @@ def _starting_point(
         remedy = "go on with --dpo-loss simpo, or begin a stage with --reset-data"
         require(recorded or not begun, f"--dpo-loss {cfg.train.dpo_loss}", rule, remedy)
         meta["references"] = score_references(engine, datasets, recorded)
-    return source, meta, state
+    return datasets, added, source, meta, state
 
 
 def _check_same_data(

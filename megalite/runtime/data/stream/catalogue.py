@@ -9,7 +9,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,7 @@ class Catalogue:
     Args:
         word: PATH or PATH:SPLIT, as in `--data`.
         key: column of the text in parquet, and key in JSON; or of the messages.
+        files: some of its files; all by default.
 
     Attributes:
         name: the word.
@@ -121,9 +122,9 @@ class Catalogue:
             conversations and others text.
     """
 
-    def __init__(self, word: str, key: str) -> None:
-        self.name, (path, split) = word, split_of(word)
-        self.files = _files(Path(path), split, key)
+    def __init__(self, word: str, key: str, files: Sequence[SourceFile] | None = None) -> None:
+        self.name, self.key, (path, split) = word, key, split_of(word)
+        self.files = _files(Path(path), split, key) if files is None else [*files]
         self.chats = _are_chats(word, self.files, key)
         sizes = [f.stamp[0] for f in self.files]
         groups = {i: _row_groups(f, key, self.chats) for i, f in enumerate(self.files) if f.kind == "rows"}
@@ -147,6 +148,12 @@ class Catalogue:
             return Piece("lines", files, begin, min(begin + self.piece_bytes, unit.size), 0, self.piece_bytes)
         bounds = (unit.size * within // unit.pieces, unit.size * (within + 1) // unit.pieces)
         return Piece(files[0].kind, files, *bounds, unit.group, self.piece_bytes)
+
+    def between(self, after: str | None, until: str) -> Catalogue:
+        """Return the catalogue of the files whose names sort after one and up to another, cut into pieces by itself."""
+        first = b"" if after is None else os.fsencode(after)
+        files = [f for f in self.files if first < os.fsencode(f.name) <= os.fsencode(until)]
+        return Catalogue(self.name, self.key, files)
 
     def identity(self) -> str:
         """Hash the names, sizes and pieces of all files, without opening them."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.core.rows import IGNORE, Rows, Tokens
-from megalite.runtime.data.packing import LossOn, learned_of
+from megalite.runtime.data.packing import LossOn, fill, learned_of
 from megalite.runtime.data.samples import mark_documents
 from megalite.runtime.data.shuffle import VERSION_OF_DATA
 from megalite.runtime.data.stream.order import Lane, Part, Shape, Span, StreamOrder
+from megalite.runtime.data.stream.packs import PackedLane
 from megalite.runtime.data.stream.sources import Source, Split
 
 LANES = 64
@@ -62,7 +64,7 @@ class ChatOptions:
     Attributes:
         on: see `LossMask`.
         per_sample: give the targets of each conversation the weight 1 together, instead of 1 each.
-        drop_long: leave out conversations of more than seq_len + 1 tokens; else they go on in the next sample.
+        drop_long: leave out conversations of more than seq_len + 1 tokens; else they are cut.
     """
 
     on: LossOn = "answers"
@@ -71,7 +73,7 @@ class ChatOptions:
 
 
 class StreamDataset:
-    """Take samples from the lanes of sources.
+    """Take samples from the lanes of sources: text end to end, and whole conversations, packed.
 
     Args:
         sources: text or token files.
@@ -82,9 +84,10 @@ class StreamDataset:
         document_mask: mark where documents begin; their last tokens then have no target. Those of conversations are
             always marked.
         chats: what of conversations is learned.
+        passes: passes that read what was added to sources: [source, addition from 1 on, *pass of each lane] of each.
 
     Raises:
-        UserError: a source has fewer pieces than there are lanes.
+        UserError: a source has fewer pieces than there are lanes, or `passes` are of other data.
     """
 
     def __init__(
@@ -97,30 +100,53 @@ class StreamDataset:
         vocab_size: int | None = None,
         document_mask: bool = False,
         chats: ChatOptions | None = None,
+        passes: Sequence[Sequence[int]] = (),
     ) -> None:
         self.sources, self.weights, self.shape = list(sources), list(weights), shape
         self.split, self.vocab_size = split or Split(), vocab_size
-        self.seq_len, self.version = shape.seq_len, VERSION_OF_DATA
+        self.seq_len, self.passes = shape.seq_len, [list(row) for row in passes]
         self.document_mask, self.chats = document_mask, chats or ChatOptions()
         self.has_documents = document_mask or any(source.template is not None for source in sources)
-        lanes = [
-            [
-                Lane(
-                    shape,
-                    number,
-                    lane,
-                    source.num_pieces,
-                    partial(self._sizes, source),
-                    source.ahead,
-                    source.name,
-                    self.split != Split(),
-                )
-                for lane in range(shape.lanes)
-            ]
-            for number, source in enumerate(self.sources)
-        ]
-        self.order = StreamOrder(shape, lanes, self.weights)
-        self._begun: set[tuple[int, int]] = set()
+        additions = [[i, n] for i, source in enumerate(sources) for n in range(1, len(source.added) + 1)]
+        if sorted(row[:2] for row in self.passes) != additions or any(len(p) != 2 + shape.lanes for p in self.passes):
+            rule = "grew in another way than the checkpoint records"
+            raise UserError(f"--data {sources[0].name}", rule, "train on it with --reset-data")
+        self._version, self.version = 0, VERSION_OF_DATA
+
+    @property
+    def version(self) -> int:
+        """Version of the order, see `VERSION_OF_DATA`."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        if version != self._version:
+            self._version = version
+            numbers = range(len(self.sources))
+            lanes = [[self._lane(number, lane) for lane in range(self.shape.lanes)] for number in numbers]
+            self.order = StreamOrder(self.shape, lanes, self.weights)
+            self._begun: set[tuple[int, int]] = set()
+
+    def _lane(self, number: int, lane: int) -> Lane:
+        source = self.sources[number]
+        sizes, is_split = partial(self._sizes, source), self.split != Split()
+        kind = PackedLane if self._packs(source) else Lane
+        made = kind(self.shape, number, lane, source.num_pieces, sizes, source.ahead, source.name, is_split)
+        for _, addition, *begins in sorted(row for row in self.passes if row[0] == number):
+            made.add(source.added[addition - 1], begins[lane])
+        return made
+
+    def next_passes(self, position: int, sources: Container[int]) -> list[list[int]]:
+        """Return rows of `passes` for an addition to some of the sources at a position; reads the windows there."""
+        rows = {i: [i, len(source.added) + 1] for i, source in enumerate(self.sources) if i in sources}
+        for source, lane, nth in self.order.samples_before(position):
+            if source in rows:
+                rows[source].append(self.order.lanes[source][lane].next_pass(nth))
+        return list(rows.values())
+
+    def _packs(self, source: Source) -> bool:
+        """Whether samples of a source are whole conversations."""
+        return source.template is not None and self._version > 3
 
     def sample(self, position: int) -> Tokens | Rows:
         """Return the sample at a position, tokenized by now or waited for.
@@ -128,16 +154,14 @@ class StreamDataset:
         Raises:
             UserError: a record is bad, a file was changed, a lane has no token, or an id is not in [0, vocab_size).
         """
-        source, lane, nth = self.order.place(position)
+        number, lane, nth = self.order.place(position)
         if len(self._begun) < len(self.sources) * self.shape.lanes:
             for following in range(position, position + self.shape.lanes):
                 self._begin(*self.order.place(following))
-        spans = self.order.lanes[source][lane].sample(nth)
-        tokens, of_chats = self._read(self.sources[source], spans), self.sources[source].template is not None
-        if self.vocab_size is not None and int(tokens.max()) >= self.vocab_size:
-            given = f"token id {int(tokens.max())} in sample {position} of {self.sources[source].name}"
-            rule = f"ids must be below --vocab-size {self.vocab_size}"
-            raise UserError(given, rule, "use the --vocab-size of the tokenizer")
+        source, spans = self.sources[number], self.order.lanes[number][lane].sample(nth)
+        if self._packs(source):
+            return fill((self._conversation(source, span) for span in spans), self.seq_len, self.chats.per_sample)
+        tokens, of_chats = self._read(source, spans), source.template is not None
         if not self.document_mask and not of_chats:
             return tokens
         begins, at = [], 0
@@ -146,7 +170,13 @@ class StreamDataset:
                 begins.append(at)
             at += span.tokens
         rows = mark_documents(tokens, np.array(begins, np.int64))
-        return self._mark_answers(rows, self.sources[source], spans) if of_chats else rows
+        return self._mark_answers(rows, source, spans) if of_chats else rows
+
+    def _conversation(self, source: Source, span: Span) -> tuple[Tokens, npt.NDArray[np.bool_]]:
+        """Return the ids of a conversation and which are learned, at most seq_len + 1."""
+        size = min(span.tokens, self.seq_len + 1)
+        learned = learned_of(source.marks(span.piece, span.part, span.row), self.chats.on)
+        return self._read(source, [span._replace(tokens=size)]), learned[:size]
 
     def _mark_answers(self, rows: Rows, source: Source, spans: Sequence[Span]) -> Rows:
         """Leave out the targets of a sample that are not learned; spread a conversation's weight over all of its."""
@@ -178,13 +208,16 @@ class StreamDataset:
         drops = self.chats.drop_long and any(source.template is not None for source in self.sources)
         lines = [
             f"stream {numbers!r}{' without long conversations' if drops else ''}",
-            *(f"{w!r} {h}" for w, h in zip(self.weights, hashes)),
+            *(
+                f"{w!r} {h}{' packed' if self._packs(source) else ''}"
+                for w, h, source in zip(self.weights, hashes, self.sources)
+            ),
         ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def log_pool(self) -> None:
         """Log what a batch is drawn from."""
-        s, pieces = self.shape, sum(source.num_pieces for source in self.sources)
+        s, pieces = self.shape, sum(source.num_pieces + sum(source.added) for source in self.sources)
         logger.info(
             f"text as data: {pieces} pieces in {s.lanes} lanes; each batch is drawn from a pool of "
             f"{s.lanes * s.window} samples"
@@ -196,16 +229,17 @@ class StreamDataset:
         sizes = known.sizes
         if self.chats.drop_long and source.template is not None:
             sizes = np.where(sizes > self.seq_len + 1, 0, sizes)
+        if self._packs(source):
+            sizes = np.where(sizes < 2, 0, sizes)  # one token predicts nothing
         return Part(self.split.of(sizes, source.key(piece, part)), known.last)
 
     def _begin(self, source: int, lane: int, nth: int) -> None:
         """Announce the pieces of a lane that is read for the first time: then all lanes are tokenized at once."""
         if (source, lane) not in self._begun:
             self._begun.add((source, lane))
-            self.order.lanes[source][lane].announce(nth // self.shape.window)
+            self.order.lanes[source][lane].announce(nth)
 
-    @staticmethod
-    def _read(source: Source, spans: Sequence[Span]) -> Tokens:
+    def _read(self, source: Source, spans: Sequence[Span]) -> Tokens:
         """Read spans, those of documents that follow each other in a piece at once."""
         chunks, at = [], 0
         while at < len(spans):
@@ -215,7 +249,12 @@ class StreamDataset:
                 last = spans[at]
                 count, at = count + last.tokens, at + 1
             chunks.append(source.read(first.piece, first.part, first.row, first.token, count))
-        return np.concatenate(chunks)
+        tokens = np.concatenate(chunks)
+        if self.vocab_size is not None and int(tokens.max()) >= self.vocab_size:
+            given = f"token id {int(tokens.max())} of {source.name}"
+            rule = f"ids must be below --vocab-size {self.vocab_size}"
+            raise UserError(given, rule, "use the --vocab-size of the tokenizer")
+        return tokens
 
 
 def _follows(last: Span, following: Span) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger
@@ -15,6 +15,7 @@ from megalite.runtime.data.samples import split_documents
 from megalite.runtime.data.sidecar import read_stream_pieces
 from megalite.runtime.data.stream.catalogue import Catalogue, is_text_path
 from megalite.runtime.data.stream.dataset import ChatOptions, StreamDataset, choose_shape
+from megalite.runtime.data.stream.growth import GrownSource
 from megalite.runtime.data.stream.pieces import Recipe
 from megalite.runtime.data.stream.sources import PrefixSource, Source, Split, TextSource
 from megalite.runtime.data.stream.workers import Workers
@@ -42,6 +43,7 @@ class TextOptions:
         cache_bytes: most bytes of it; the oldest are deleted.
         workers: processes that tokenize.
         chat_template: a name or a file, see `find_template`.
+        grows: files may be added while ranks list them: the data are known once one has said what it found.
     """
 
     tokenizer: Tokenizer | None = None
@@ -53,6 +55,23 @@ class TextOptions:
     cache_bytes: int = 0
     workers: int = 0
     chat_template: str | None = None
+    grows: bool = False
+
+
+class Grown(NamedTuple):
+    """What a run reads of text to which files are added.
+
+    Attributes:
+        files: of each source, names of the last file that the run began with, and of each addition.
+        passes: see `StreamDataset`.
+    """
+
+    files: Sequence[Sequence[str]]
+    passes: Sequence[Sequence[int]] = ()
+
+    def first(self) -> Grown:
+        """Return what the run began with."""
+        return Grown([files[:1] for files in self.files])
 
 
 class Streams:
@@ -60,6 +79,7 @@ class Streams:
 
     Attributes:
         workers: processes that tokenize; None before text is opened.
+        grows: see `TextOptions`.
 
     Args:
         options: how text is read.
@@ -89,13 +109,15 @@ class Streams:
     ) -> None:
         self._loss_on, self._loss_per = loss_on, loss_per
         self._chats = ChatOptions(loss_on or "answers", loss_per == "sample", long_documents == "drop")
-        self._options, self._open_prefix = options, open_prefix
+        self._options, self._open_prefix, self.grows = options, open_prefix, options.grows
         self._vocab_size, self._seq_len, self._seed = vocab_size, seq_len, seed
         self._document_mask = document_mask
         self._sources: dict[str, Source] = {}
         self.workers: Workers | None = None
 
-    def open(self, data: Sequence[tuple[float, str]], split: str | None, part: int, shuffle: bool) -> StreamDataset:
+    def open(
+        self, data: Sequence[tuple[float, str]], split: str | None, part: int, shuffle: bool, grown: Grown | None = None
+    ) -> StreamDataset:
         """Open a blend.
 
         Args:
@@ -103,9 +125,15 @@ class Streams:
             split: `--split`; None: all documents.
             part: which of its parts: 0 train, 1 valid.
             shuffle: shuffle; otherwise read in order, in one lane.
+            grown: of each source the files that are read; all by default.
         """
         o = self._options
         sources = [self._source(word) for _, word in data]
+        if grown is not None:
+            sources = [
+                GrownSource(source, files) if isinstance(source, TextSource) else source
+                for source, files in zip(sources, grown.files)
+            ]
         weights = [weight for weight, _ in data]
         if wrong := [f"{w:g} {s.name}" for w, s in zip(weights, sources) if not 0 < w < float("inf")]:
             rule = "a blend's weights are finite numbers above 0"
@@ -128,6 +156,7 @@ class Streams:
             vocab_size=self._vocab_size,
             document_mask=self._document_mask,
             chats=self._chats,
+            passes=grown.passes if grown is not None else (),
         )
 
     def _require_answers(self, sources: Sequence[Source]) -> None:

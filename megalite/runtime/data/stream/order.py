@@ -4,6 +4,10 @@ Position p belongs to lane p mod L. Of each source a lane owns pieces, fixed by 
 epoch after epoch, in an order of its own in each. M samples of s tokens are a window, within which they are permuted.
 How many tokens a piece has is known once it is tokenized, so where a window starts is found by walking there from an
 earlier one: the starts of the current windows are what a checkpoint keeps, and could be found again without it.
+Conversations are packed whole, see `packs`.
+
+A pass is an epoch of a lane. Pieces that are added while a run goes on are read in a pass of their own, and together
+with the others in those after it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +27,7 @@ from megalite.runtime.data.blend import BlendOrder
 from megalite.runtime.data.shuffle import permuted
 
 Ints = npt.NDArray[np.int64]
+Known = TypeVar("Known")
 
 _OWNERS, _EPOCH, _WINDOW = range(3)
 # Starts of so many windows before the last one are kept, and of the windows of so many samples of all lanes: a save
@@ -141,38 +146,83 @@ class Lane:
         split: bool = False,
     ) -> None:
         self.shape, self.source, self.lane, self.name, self._split = shape, source, lane, name, split
-        self._num_pieces, self._sizes, self._ahead = num_pieces, sizes, ahead
-        self.num_own = (num_pieces - lane + shape.lanes - 1) // shape.lanes
+        self._sizes, self._ahead = sizes, ahead
+        # Of each generation of pieces, their number, and the pass that reads it alone.
+        self._pieces, self._passes = [num_pieces], [0]
         self._starts = {0: Start()}
         self._windows: dict[int, _Window] = {}
         self._kept = _KEPT + _KEPT_SAMPLES // (shape.window * shape.lanes)
         self._lock = Lock()
 
+    def add(self, pieces: int, epoch: int) -> None:
+        """Add a generation of pieces, numbered after those before; a pass, later than that of the last, begins it."""
+        self._pieces.append(pieces)
+        self._passes.append(epoch)
+
+    def next_pass(self, nth: int) -> int:
+        """Return the first pass that no window up to that of the n-th sample reads of, nor is for pieces added before:
+        one that may read others, so that the samples of these windows stay as they are.
+        """
+        return max(self._end_of(nth).epoch, self._passes[-1]) + 1
+
+    def _end_of(self, nth: int) -> Start:
+        """Return where the window after that of the n-th sample starts."""
+        number = nth // self.shape.window
+        self._walk_to(number)
+        return self._starts[number + 1]
+
+    def num_own(self, epoch: int) -> int:
+        """Return the number of pieces that the lane reads in an epoch."""
+        return sum(map(self._owned_of, self._generations(epoch)))
+
     def piece(self, epoch: int, ordinal: int) -> int:
         """Return the piece that the lane reads at a place of an epoch."""
-        nth = self.shape.permute(ordinal, self.num_own, _EPOCH, self.source, self.lane, epoch)
-        return self.shape.permute(self.lane + self.shape.lanes * nth, self._num_pieces, _OWNERS, self.source)
+        nth = self.shape.permute(ordinal, self.num_own(epoch), _EPOCH, self.source, self.lane, epoch)
+        generations = iter(self._generations(epoch))
+        generation = next(generations)
+        while nth >= self._owned_of(generation):
+            nth, generation = nth - self._owned_of(generation), next(generations)
+        place, key = self.lane + self.shape.lanes * nth, (_OWNERS, self.source, generation)
+        # The key of the first generation is older than there are others.
+        own = self.shape.permute(place, self._pieces[generation], *key[: 3 if generation else 2])
+        return sum(self._pieces[:generation]) + own
 
-    def begin_at(self, window: int, start: Start) -> None:
-        """Take over where a window starts, from a checkpoint."""
-        self._starts[window] = start
+    def _owned_of(self, generation: int) -> int:
+        return max(0, (self._pieces[generation] - self.lane + self.shape.lanes - 1) // self.shape.lanes)
 
-    def start_of(self, window: int) -> Start:
-        """Return where a window starts, walking there if that is not known."""
-        if window not in self._starts:
+    def _generations(self, epoch: int) -> range:
+        """Return which generations of pieces an epoch reads."""
+        last = max(n for n, first in enumerate(self._passes) if first <= epoch)
+        return range(last, last + 1) if epoch == self._passes[last] else range(last + 1)
+
+    def begin_at(self, row: Sequence[int]) -> None:
+        """Take over what `row` returned."""
+        window, *start = row
+        self._starts[window] = Start(*start)
+
+    def row(self, nth: int, others: Sequence[Sequence[int]], find: bool) -> list[int]:
+        """Return where the window of the n-th sample starts: [window, *Start].
+
+        Args:
+            nth: number of the sample in this lane.
+            others: what others know of the lane, such rows.
+            find: walk there if nobody knows it; otherwise return the last one before it that is known here.
+        """
+        window = nth // self.shape.window
+        start = self._starts.get(window) or next((Start(*row[1:]) for row in others if row[0] == window), None)
+        if start is None and find:
             self._walk_to(window - 1)
-        return self._starts[window]
+            start = self._starts[window]
+        if start is None:
+            window, start = self._last_known(window)
+        return [window, *start]
 
-    def known(self, window: int) -> Start | None:
-        """Return where a window starts, None if nobody has been there."""
-        return self._starts.get(window)
-
-    def last_known(self, window: int) -> tuple[int, Start]:
+    def _last_known(self, window: int) -> tuple[int, Start]:
         """Return the last window up to this one of which the start is known, and that."""
         return max((n, start) for n, start in list(self._starts.items()) if n <= window)
 
     def sample(self, nth: int) -> list[Span]:
-        """Return the seq_len + 1 tokens of the lane's n-th sample."""
+        """Return the spans of the lane's n-th sample: of text, seq_len + 1 tokens."""
         number, within = divmod(nth, self.shape.window)
         window = self._walk_to(number)
         at = self.shape.permute(within, self.shape.window, _WINDOW, self.source, self.lane, number) * self.shape.seq_len
@@ -186,43 +236,74 @@ class Lane:
             spans.append(Span(piece, part, row, int(window.tokens[i]) + skipped, min(stop, end) - begin - skipped))
         return spans
 
-    def announce(self, window: int) -> None:
-        """Announce the next pieces from the start of a window on, if that is known."""
+    def announce(self, nth: int) -> None:
+        """Announce the next pieces from the start of the n-th sample's window on, if that is known."""
+        self._announce_window(nth // self.shape.window)
+
+    def _announce_window(self, window: int) -> None:
         if (start := self._starts.get(window)) is None:
             return
         self._ahead(self.piece(start.epoch, start.ordinal), start.part)
-        for distance in range(1, min(AHEAD, self.num_own)):
+        for distance in range(1, min(AHEAD, self.num_own(start.epoch))):
             self._announce(start.epoch, start.ordinal, distance)
 
     def _announce(self, epoch: int, ordinal: int, distance: int) -> None:
-        turns, ordinal = divmod(ordinal + distance, self.num_own)
-        self._ahead(self.piece(epoch + turns, ordinal), 0)
+        ordinal += distance
+        while ordinal >= (own := self.num_own(epoch)):
+            epoch, ordinal = epoch + 1, ordinal - own
+        self._ahead(self.piece(epoch, ordinal), 0)
 
     def _walk_to(self, number: int) -> _Window:
         # A save may look for a start while the thread that reads ahead walks here.
         with self._lock:
             if number not in self._windows:
                 # Those between are walked through, one after the other.
-                first = number if number in self._starts else self.last_known(number)[0]
+                first = number if number in self._starts else self._last_known(number)[0]
                 for between in range(first, number):
                     if between + 1 not in self._starts:
                         self._read(between)
                 window = self._read(number)
                 self._windows = {n: w for n, w in self._windows.items() if n >= number - 1} | {number: window}
-                if len(self._starts) > 2 * self._kept:
-                    self._starts = {n: s for n, s in self._starts.items() if n >= number - self._kept or n == 0}
+                self._starts = self._recent(self._starts, number)
             return self._windows[number]
+
+    def _recent(self, of_windows: dict[int, Known], number: int) -> dict[int, Known]:
+        """Leave out windows long before one, if there are many."""
+        if len(of_windows) <= 2 * self._kept:
+            return of_windows
+        return {n: known for n, known in of_windows.items() if n >= number - self._kept or n == 0}
+
+    def _parts(self, start: Start) -> Iterator[tuple[Start, int, Ints]]:
+        """Yield, without end, (where to begin in a part, its piece, the tokens of each of its documents)."""
+        epoch, ordinal, part, row, token = start
+        # Of the epoch that is begun in its middle, nobody knows.
+        has_tokens = True
+        while True:
+            piece = self.piece(epoch, ordinal)
+            sizes, is_last = self._sizes(piece, part)
+            yield Start(epoch, ordinal, part, row, token), piece, sizes
+            has_tokens = has_tokens or bool(sizes.any())
+            row = token = 0
+            if not is_last:
+                part += 1
+                self._ahead(piece, part + AHEAD)
+                continue
+            self._announce(epoch, ordinal, AHEAD)
+            part, ordinal = 0, ordinal + 1
+            if ordinal == self.num_own(epoch):
+                if not has_tokens and epoch not in self._passes[1:]:
+                    self._refuse_empty(epoch)
+                epoch, ordinal, has_tokens = epoch + 1, 0, False
+                while not self.num_own(epoch):  # of what was added, nothing is this lane's
+                    epoch += 1
 
     def _read(self, number: int) -> _Window:
         """Find the documents of a window, and where the next one starts."""
-        epoch, ordinal, part, row, token = self._starts[number]
         need = self.shape.window * self.shape.seq_len  # and one token more, the last target
         columns: list[tuple[Ints, ...]] = []
-        at, last_turn, following = 0, -1, None
-        self.announce(number)
-        while at <= need:
-            piece = self.piece(epoch, ordinal)
-            sizes, is_last = self._sizes(piece, part)
+        at = 0
+        self._announce_window(number)
+        for (epoch, ordinal, part, row, token), piece, sizes in self._parts(self._starts[number]):
             rows = row + np.flatnonzero(sizes[row:])
             counts, tokens = sizes[rows], np.zeros(len(rows), np.int64)
             if len(rows) and rows[0] == row:
@@ -234,34 +315,21 @@ class Lane:
             used = int(np.searchsorted(begins, need, "right"))
             if used and ends[used - 1] > need >= begins[used - 1]:
                 within = int(tokens[used - 1] + need - begins[used - 1])
-                following = Start(epoch, ordinal, part, int(rows[used - 1]), within)
+                self._starts[number + 1] = Start(epoch, ordinal, part, int(rows[used - 1]), within)
             place = (np.full(used, piece), np.full(used, part))
             columns.append((begins[:used], *place, rows[:used], tokens[:used]))
             at = int(ends[-1]) if len(ends) else at
-            row = token = 0
-            if not is_last:
-                part += 1
-                self._ahead(piece, part + AHEAD)
-                continue
-            self._announce(epoch, ordinal, AHEAD)
-            part, ordinal = 0, ordinal + 1
-            if ordinal == self.num_own:
-                if at == last_turn:
-                    self._refuse_empty()
-                epoch, ordinal, last_turn = epoch + 1, 0, at
-        assert following is not None
-        self._starts[number + 1] = following
+            if at > need:
+                break
         return _Window(*(np.concatenate(column) for column in zip(*columns)))
 
-    def _refuse_empty(self) -> None:
-        given = f"lane {self.lane} of {self.shape.lanes} of {self.name}"
+    def _refuse_empty(self, epoch: int) -> None:
+        own, given = self.num_own(epoch), f"lane {self.lane} of {self.shape.lanes} of {self.name}"
         if self._split:
-            rule = f"none of its {self.num_own} pieces has a token in this part of --split"
+            rule = f"none of its {own} pieces has a token in this part of --split"
             raise UserError(given, rule, "give --valid-data, or a larger part of --split")
         remedy = f"give fewer --data-lanes than {self.shape.lanes}, or check --key" if self.shape.lanes > 1 else ""
-        raise UserError(
-            given, f"none of its {self.num_own} pieces holds a token", remedy or "check the files and --key"
-        )
+        raise UserError(given, f"none of its {own} pieces holds a token", remedy or "check the files and --key")
 
 
 class StreamOrder:
@@ -300,7 +368,7 @@ class StreamOrder:
                 yield source, lane, count - (self._before[lane][source] if self._before else 0)
 
     def state(self, position: int, elsewhere: Iterable[Sequence[int]] | None = None) -> dict[str, Any]:
-        """Return the starts of the windows that the next samples are in: [source, lane, window, *Start] of each.
+        """Return the starts of the windows that the next samples are in: [source, lane, *Lane.row] of each.
 
         Args:
             position: samples consumed.
@@ -310,16 +378,13 @@ class StreamOrder:
         turn = position // self.shape.lanes
         taken = self._rule.taken_before(turn).tolist()
         self._rule.start_from(turn, taken)
-        others = {tuple(row[:3]): Start(*row[3:]) for row in elsewhere or ()}
-        rows = []
-        for source, number, count in self.samples_before(position):
-            lane, window = self.lanes[source][number], count // self.shape.window
-            start = lane.known(window) or others.get((source, number, window))
-            if start is None and elsewhere is not None:
-                start = lane.start_of(window)
-            if start is None:
-                window, start = lane.last_known(window)
-            rows.append([source, number, window, *start])
+        others: dict[tuple[int, int], list[Sequence[int]]] = {}
+        for row in elsewhere or ():
+            others.setdefault((row[0], row[1]), []).append(row[2:])
+        rows = [
+            [source, lane, *self.lanes[source][lane].row(count, others.get((source, lane), ()), elsewhere is not None)]
+            for source, lane, count in self.samples_before(position)
+        ]
         return {"blend": {"position": turn, "taken": taken}, "windows": rows}
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -328,6 +393,6 @@ class StreamOrder:
         if len(blend.get("taken", ())) == len(self.lanes):
             for rule in (self._blend, self._rule):
                 rule.start_from(blend["position"], blend["taken"])
-        for source, number, window, *start in state.get("windows", ()):
-            if source < len(self.lanes) and number < self.shape.lanes:
-                self.lanes[source][number].begin_at(window, Start(*start))
+        for source, lane, *row in state.get("windows", ()):
+            if source < len(self.lanes) and lane < self.shape.lanes:
+                self.lanes[source][lane].begin_at(row)

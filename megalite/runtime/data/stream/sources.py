@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
@@ -44,11 +44,15 @@ class Source(ABC):
         num_pieces: number of pieces.
         tokens: about how many tokens there are, or more: bytes of text.
         template: what wrote its conversations, of which a part is learned; None of text.
+        added: numbers of pieces that were added since, see `Lane.add`.
+        last_files: names of the last file of the first pieces, and of each addition; of token files none.
     """
 
     name: str
     num_pieces: int
     tokens: int
+    added: Sequence[int] = ()
+    last_files: Sequence[str] = ()
     template: ChatTemplate | None = None
 
     @abstractmethod
@@ -92,13 +96,17 @@ class TextSource(Source):
     def __init__(self, catalogue: Catalogue, recipe: Recipe, workers: Workers) -> None:
         self.catalogue, self.recipe, self._workers = catalogue, recipe, workers
         self.name, self.num_pieces, self.tokens = catalogue.name, catalogue.num_pieces, catalogue.text_bytes
-        self.template = recipe.template
+        self.template, self.last_files = recipe.template, [catalogue.files[-1].name]
         self._open: OrderedDict[tuple[int, int], Tokens] = OrderedDict()
         self._lock = Lock()
         self._skipped: set[tuple[int, int]] = set()
         self._told_small = False
         self._noted: set[str] = set()
         self._hash = ""
+
+    def between(self, after: str | None, until: str) -> TextSource:
+        """Return the source of some of the files, see `Catalogue.between`."""
+        return TextSource(self.catalogue.between(after, until), self.recipe, self._workers)
 
     def sizes(self, piece: int, part: int) -> Part:
         tokens = self._tokens(piece, part)

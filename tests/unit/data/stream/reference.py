@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import Any, NamedTuple
+from itertools import chain, islice
+from typing import NamedTuple
 
 from megalite.runtime.data.shuffle import permuted
 
@@ -31,17 +31,65 @@ def permute(world: World, position: int, count: int, *key: int) -> int:
     return permuted(position, count, int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little"), 0)
 
 
-def tokens_of(world: World, source: int, lane: int, pieces: Pieces) -> Iterator[int]:
-    """A lane's tokens, epoch after epoch."""
-    owned = [permute(world, i, len(pieces), 0, source) for i in range(lane, len(pieces), world.lanes)]
-    epoch = 0
+Added = Sequence[tuple[int, Pieces]]
+"""Pieces that are added, each with the epoch that reads them alone."""
+
+
+def documents_of(world: World, source: int, lane: int, first: Pieces, added: Added = ()) -> Iterator[list[int]]:
+    """A lane's documents, epoch after epoch."""
+
+    def owned_of(number: int, new: Pieces) -> list[int]:
+        key = (number,) if number else ()
+        return [permute(world, i, len(new), 0, source, *key) for i in range(lane, len(new), world.lanes)]
+
+    pieces, everything, epoch = [*first], owned_of(0, first), 0
+    alone = {begin: (number, new) for number, (begin, new) in enumerate(added, 1)}
     while True:
+        owned = everything
+        if epoch in alone:
+            owned = [len(pieces) + i for i in owned_of(*alone[epoch])]
+            pieces, everything = [*pieces, *alone[epoch][1]], [*everything, *owned]
         for ordinal in range(len(owned)):
             piece = pieces[owned[permute(world, ordinal, len(owned), 1, source, lane, epoch)]]
             for part in piece:
-                for document in part:
-                    yield from document
+                yield from part
         epoch += 1
+
+
+def texts_of(world: World, source: int, lane: int, pieces: Pieces, added: Added = ()) -> Iterator[list[int]]:
+    """A lane's samples of documents end to end, seq_len + 1 tokens each."""
+    tokens, number = chain.from_iterable(documents_of(world, source, lane, pieces, added)), 0
+    window = [next(tokens)]
+    while True:
+        window = [window[-1], *islice(tokens, world.window * world.seq_len)]
+        for within in range(world.window):
+            at = permute(world, within, world.window, 2, source, lane, number) * world.seq_len
+            yield window[at : at + world.seq_len + 1]
+        number += 1
+
+
+def packs_of(
+    world: World, source: int, lane: int, pieces: Pieces, least: int, added: Added = ()
+) -> Iterator[Documents]:
+    """A lane's samples of whole documents: each window packed by best fit, largest first."""
+
+    def places(document: list[int]) -> int:
+        return min(len(document) - 1, world.seq_len)
+
+    documents, window = documents_of(world, source, lane, pieces, added), 0
+    while True:
+        taken: Documents = []
+        while sum(map(places, taken)) < max(world.window, least) * world.seq_len:
+            taken += [document for document in [next(documents)] if len(document) > 1]
+        packs: list[Documents] = []
+        for document in sorted(taken, key=places, reverse=True):
+            rooms = [world.seq_len - sum(map(places, pack)) - places(document) for pack in packs]
+            if fitting := [room for room in rooms if room >= 0]:
+                packs[rooms.index(min(fitting))].append(document)
+            else:
+                packs.append([document])
+        yield from (packs[permute(world, i, len(packs), 3, source, lane, window)] for i in range(len(packs)))
+        window += 1
 
 
 def choices(weights: Sequence[float], count: int) -> list[int]:
@@ -57,18 +105,12 @@ def choices(weights: Sequence[float], count: int) -> list[int]:
 def samples(world: World, sources: Sequence[Pieces], weights: Sequence[float], count: int) -> list[list[int]]:
     """The first samples: seq_len + 1 tokens each."""
     turns = choices(weights, count // world.lanes + world.lanes + 1)
-    streams: dict[tuple[int, int], Any] = {}
+    streams: dict[tuple[int, int], Iterator[list[int]]] = {}
     out = []
     for position in range(count):
         turn, lane = divmod(position, world.lanes)
         source = turns[turn + lane]
-        nth = turns[lane : turn + lane].count(source)
         if (source, lane) not in streams:
-            streams[source, lane] = (tokens_of(world, source, lane, sources[source]), [])
-        stream, read = streams[source, lane]
-        window, within = divmod(nth, world.window)
-        at = permute(world, within, world.window, 2, source, lane, window) + window * world.window
-        end = (at + 1) * world.seq_len + 1
-        read.extend(islice(stream, max(0, end - len(read))))
-        out.append(read[at * world.seq_len : end])
+            streams[source, lane] = texts_of(world, source, lane, sources[source])
+        out.append(next(streams[source, lane]))
     return out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,41 +17,16 @@ from megalite.core.base.errors import UserError
 from megalite.extras.prepare.command import preprocess
 from megalite.extras.prepare.preprocess import preprocess as preprocess_files
 from megalite.runtime.data import IndexedDataset, LossMask, Rows
+from megalite.runtime.data.packing import pack
 from megalite.runtime.data.stream.catalogue import Catalogue
 from megalite.runtime.data.stream.dataset import StreamDataset
+from megalite.runtime.data.stream.packs import LEAST
+from tests.unit.data.stream.chats import Record, conversations, lines
 from tests.unit.data.stream.texts import json_lines, opened
 
 SEQ = 16
 CHATML: dict[str, Any] = {"chat_template": "chatml", "workers": 1}
 IN_ORDER: dict[str, Any] = {**CHATML, "shuffle": False}
-
-Record = dict[str, Any]
-
-
-def words(rng: random.Random) -> str:
-    return "".join(rng.choice("abc é") for _ in range(rng.randint(1, 30))) + "."
-
-
-def conversations(seed: int, count: int) -> list[Record]:
-    """In all forms, some of several turns, some of answers that are not learned; plain text among them."""
-    rng, out = random.Random(seed), []
-    for number in range(count):
-        question, answer = words(rng), words(rng)
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] * rng.randint(1, 3)
-        forms: list[Record] = [
-            {"messages": turns, "id": number},
-            {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]},
-            {"messages": [*turns[:2], turns[0], {**turns[1], "weight": 0}], "system": words(rng)},
-            {"prompt": question, "completion": answer},
-            {"instruction": question, "input": words(rng), "output": answer},
-            {"text": answer},
-        ]
-        out.append(forms[number % len(forms)])
-    return out
-
-
-def lines(records: Sequence[Record]) -> bytes:
-    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
 def write_chats(folder: Path) -> list[Record]:
@@ -93,24 +67,29 @@ def test_the_tool_reads_tables_of_chats_and_of_pairs(tmp_path: Path) -> None:
     assert (tmp_path / "of_jsonl.mask.bin").read_bytes() == (tmp_path / "of_parquet.mask.bin").read_bytes()
 
 
-def samples_of(made: IndexedDataset, on: Any, keep: Any = lambda size: True) -> list[tuple[Any, ...]]:
-    """Inputs, targets, starts and the place of weights of all whole samples, from the documents end to end."""
-    mask, ids, begins, learned, weights = LossMask(made, on), [], [], [], []
+def samples_of(made: IndexedDataset, on: Any, seq_len: int = SEQ) -> list[tuple[Any, ...]]:
+    """Inputs, targets, starts, weights and padding of the samples of one epoch in order."""
+    mask, out, window, filled = LossMask(made, on), list[tuple[Any, ...]](), list[int](), 0
+    places = np.minimum(made.sizes - 1, seq_len)
     for document in range(made.num_documents):
-        tokens, of_document = made.document(document).tolist(), mask.of(document).tolist()
-        if keep(len(tokens)):
-            ids += tokens
-            begins += [True] + [False] * (len(tokens) - 1)
-            learned += of_document
-            weights += [1 / max(sum(of_document[1:]), 1)] * len(tokens)
-    out: list[tuple[Any, ...]] = []
-    for at in range(0, len(ids) - SEQ, SEQ):
-        starts, targets = [0], []
-        for place in range(1, SEQ):
-            starts.append(place if begins[at + place] else starts[-1])
-        for place in range(at + 1, at + SEQ + 1):
-            targets.append(ids[place] if learned[place] and not begins[place] else -1)
-        out.append((ids[at : at + SEQ], targets, starts, np.array(weights[at + 1 : at + SEQ + 1], np.float32).tolist()))
+        window.append(document)
+        filled += int(places[document])
+        if filled < LEAST * seq_len:
+            continue
+        for chosen in pack(places[window], seq_len):
+            row: dict[str, list[Any]] = {name: [] for name in ("inputs", "targets", "starts", "weights")}
+            for number in (window[i] for i in chosen):
+                tokens, learned = made.document(number).tolist(), mask.of(number).tolist()
+                tokens, learned, at = tokens[: seq_len + 1], learned[1 : seq_len + 1], len(row["inputs"])
+                row["inputs"] += tokens[:-1]
+                row["targets"] += [token if is_learned else -1 for token, is_learned in zip(tokens[1:], learned)]
+                row["starts"] += [at] * len(learned)
+                row["weights"] += [np.float32(1 / max(sum(learned), 1))] * len(learned)
+            at = len(row["inputs"])
+            fillers = {"inputs": 0, "targets": -1, "starts": at, "weights": 0}
+            filled_up = [row[name] + [filler] * (seq_len - at) for name, filler in fillers.items()]
+            out.append((*filled_up, [place >= at for place in range(seq_len)]))
+        window, filled = [], 0
     return out
 
 
@@ -138,25 +117,44 @@ def test_tokens_and_masks_are_those_of_prepared_chats(small: None, tmp_path: Pat
         with opened([tmp_path / "chats"], tmp_path / "cache", loss_on=on, loss_per="sample", **IN_ORDER) as data:
             assert data.has_documents
             rows = read(data, range(len(want)))
-        for sample, (ids, targets, starts, weights) in zip(rows, want):
-            assert sample.starts is not None
-            assert sample.weights is not None
-            assert [sample.inputs.tolist(), sample.targets.tolist(), sample.starts.tolist()] == [ids, targets, starts]
-            assert sample.weights.tolist() == weights
+        for sample, expected in zip(rows, want):
+            arrays = (sample.inputs, sample.targets, sample.starts, sample.weights, sample.padding)
+            assert tuple(array.tolist() for array in arrays if array is not None) == expected
         assert caplog.text.count("conversations with answers that are not learned, as their weight is 0") == 1
-    assert len(want) > 300
-    short = samples_of(made, "answers", lambda size: size <= SEQ * 8 + 1)
-    assert len(short) < len(want)
+    assert len(want) > 100
     with opened([tmp_path / "chats"], tmp_path / "cache", **IN_ORDER) as data:
         rows = read(data, range(50))
         assert all(sample.weights is None for sample in rows), "each token counts alike by default"
         hashed = data.content_hash()
     with opened([tmp_path / "chats"], tmp_path / "cache", long_documents="drop", seq_len=SEQ * 8, **IN_ORDER) as data:
-        sizes = [len(ids) for ids in map(made.document, range(made.num_documents)) if len(ids) <= SEQ * 8 + 1]
-        got = np.concatenate([sample.inputs for sample in read(data, range(sum(sizes) // (SEQ * 8)))])
-        kept = [made.document(d) for d in range(made.num_documents) if made.sizes[d] <= SEQ * 8 + 1]
-        assert got.tolist() == np.concatenate(kept)[: len(got)].tolist()
+        kept = {tuple(ids[:-1]) for ids in map(made.document, range(made.num_documents)) if len(ids) <= SEQ * 8 + 1}
+        assert 0 < len(kept) < made.num_documents
+        found = set()
+        for sample in read(data, range(200)):
+            assert sample.starts is not None
+            assert sample.padding is not None
+            for start in np.unique(sample.starts[~sample.padding]):
+                found.add(tuple(sample.inputs[(sample.starts == start) & ~sample.padding]))
+        assert found == kept, "whole conversations"
         assert data.content_hash() != hashed
+
+
+def test_a_run_of_an_earlier_commit_keeps_conversations_end_to_end(small: None, tmp_path: Path) -> None:
+    made = prepared(tmp_path, write_chats(tmp_path / "chats"))
+    ids = np.concatenate([made.document(number) for number in range(made.num_documents)])
+    mask = np.concatenate([LossMask(made, "answers").of(number) for number in range(made.num_documents)])
+    with opened([tmp_path / "chats"], tmp_path / "cache", **IN_ORDER) as data:
+        packed = data.content_hash()
+        data.version = 3
+        assert data.content_hash() != packed
+        for position in range(100):
+            rows, at = read(data, [position])[0], position * SEQ
+            assert rows.inputs.tolist() == ids[at : at + SEQ].tolist()
+            assert rows.padding is None
+            assert rows.starts is not None
+            learned = mask[at + 1 : at + SEQ + 1] & (np.append(rows.starts[1:], 0) == rows.starts)
+            assert (rows.targets >= 0)[:-1].tolist() == learned[:-1].tolist()
+        assert {len(row) for row in data.order.state(100, [])["windows"]} == {8}
 
 
 def test_kills_resumes_and_another_cache_give_the_same_bits(small: None, tmp_path: Path) -> None:

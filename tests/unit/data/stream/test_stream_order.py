@@ -136,8 +136,8 @@ def test_each_token_comes_once_in_an_epoch_of_a_lane() -> None:
     reader = Reader(world, sources, [1.0])
     for number in range(world.lanes):
         lane = reader.order.lanes[0][number]
-        own = {lane.piece(0, i) for i in range(lane.num_own)}
-        assert own == {lane.piece(2, i) for i in range(lane.num_own)}, "pieces stay with their lane"
+        own = {lane.piece(0, i) for i in range(lane.num_own(0))}
+        assert own == {lane.piece(2, i) for i in range(lane.num_own(2))}, "pieces stay with their lane"
         tokens = {t for piece in own for part in sources[0][piece] for document in part for t in document}
         windows = 3 * len(tokens) // (world.window * world.seq_len)
         seen = Counter[int]()
