@@ -217,16 +217,18 @@ def test_the_first_host_is_lost(hosts: Hosts, zygote: Zygote, tmp_path: Path) ->
     jobs[0].wait_for(0, "step 3/")
     zygote.until(lambda: committed(run))
     hosts.power_off(0)
-    jobs[1].wait_for(0, "back to step ")
+    zygote.until(lambda: events(run, "resize"))
+    # Most often that of rank 1, whose turn it is first.
+    (first,) = (host for host in (1, 2, 3) if "back to step " in jobs[host].text(0))
     (folder / "go on").touch()
-    zygote.until(lambda: lines(run)[-1]["step"] >= 5 or jobs[1].ended())
+    zygote.until(lambda: lines(run)[-1]["step"] >= 5 or jobs[first].ended())
     jobs.append(hosts.come_back(0))
-    jobs[1].wait_for(0, "is back, in reserve")
+    jobs[first].wait_for(0, "is back, in reserve")
     (folder / "go further").touch()
     left = end(jobs)
     assert codes(left) == [KILLED, 0, 0, 0, 0], left
-    assert "is lost (rank 0): dp 4 -> 3, 8 micro-batches as 2 3 3: back to step" in left[1].err
-    assert "joins (rank 3): dp 3 -> 4, 8 micro-batches as 2 2 2 2: on from step" in left[1].err
+    assert "is lost (rank 0): dp 4 -> 3, 8 micro-batches as 2 3 3: back to step" in left[first].err
+    assert "joins (rank 3): dp 3 -> 4, 8 micro-batches as 2 2 2 2: on from step" in left[first].err
     assert_as(run, whole)
     assert repeated(run) <= 2
     sizes = [tuple(event[name] for name in ("from", "to", "reserve", "round")) for event in events(run, "resize")]
