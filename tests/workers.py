@@ -55,7 +55,8 @@ def _serve(connection: Connection, rank: int) -> None:
             result = getattr(importlib.import_module(module), name)(rank, *args)
             if dist.is_initialized():
                 # Nor while others still receive what it sent last, such as the weights after the last step.
-                dist.barrier()
+                if dist.get_backend() == "gloo":
+                    dist.barrier()
                 dist.destroy_process_group()
             connection.send((True, result))
         except BaseException:

@@ -50,24 +50,24 @@ LOCKED = """
 import sys, time
 from pathlib import Path
 from megalite.runtime.places.lock import RunLock
-RunLock(Path(sys.argv[1]), "owner").acquire()
+RunLock(Path(sys.argv[1]), sys.argv[2]).acquire()
 print("held", flush=True)
-time.sleep(600 if len(sys.argv) > 2 else 0)
+time.sleep(600 if sys.argv[2] == "owner" else 0)
 """
 
 
 def test_a_lock_is_taken_over_when_its_owner_is_gone_and_only_then(tmp_path: Path) -> None:
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", LOCKED, str(tmp_path), *arguments]
+    def start(run: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", LOCKED, str(tmp_path), run]
         env = {**os.environ, **HIDDEN}
         return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    with start("stay") as owner:
+    with start("owner") as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "held\n"
-        with start() as other:
+        with start("other") as other:
             assert "is in use by run owner" in other.communicate()[1]
         owner.kill()
-    with start() as heir:
+    with start("heir") as heir:
         out, err = heir.communicate()
         assert out == "held\n", err

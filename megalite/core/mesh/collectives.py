@@ -311,6 +311,8 @@ class Transfer:
         if self._in_turns:
             self._axis.turns.hand_over(side)
         self._work.wait()
+        # It keeps what was sent, and this is kept for the backward pass.
+        self._work = FinishedWork()
 
 
 class _Start(torch.autograd.Function):

@@ -208,7 +208,8 @@ def test_a_router_adds_to_bf16_gradients() -> None:
 def test_as_many_experts_as_a_byte_can_number(kind: str, num: int) -> None:
     ids = torch.randperm(num, generator=torch.Generator().manual_seed(1)).repeat(2).view(-1, 1)
     way = DISPATCHES[kind](ids, num, Axis("ep"), resolve("torch", "cpu", torch.float32))
-    way.arrive(way.send(torch.randn(len(ids), 1), torch.ones(len(ids), 1), False))
+    way.send(torch.randn(len(ids), 1), torch.ones(len(ids), 1), False)
+    way.arrive()
     assert (way.order == ids.flatten().argsort(stable=True)).all()
     assert [*way.sizes] == [2] * num
 
@@ -219,7 +220,8 @@ def test_rows_lie_expert_after_expert_in_the_order_of_tokens(kind: str) -> None:
     way = DISPATCHES[kind](ids, 6, Axis("ep"), resolve("torch", "cpu", torch.float32))
     x = torch.arange(4.0)[:, None].requires_grad_()
     weights = torch.tensor([[1.0, 10.0]] * 4, requires_grad=True)
-    rows, of_rows = way.arrive(way.send(x, weights, False))
+    way.send(x, weights, False)
+    rows, of_rows = way.arrive()
     assert list(way.sizes) == [2, 1, 3, 0, 0, 2]
     assert rows.flatten().tolist() == [0, 1, 2, 0, 2, 3, 1, 3]
     assert of_rows is not None
@@ -277,7 +279,8 @@ def test_outputs_of_experts_are_not_kept(bias: bool) -> None:
     tokens = (x * 1.0).flatten(0, 1)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         way = layer.experts.start(routing)
-        layer.experts(layer.experts.send(tokens, routing, way), routing, way)
+        layer.experts.send(tokens, routing, way)
+        layer.experts(routing, way)
     kept.pop(tokens.untyped_storage().data_ptr(), None)
     values = 4 * 2 * 128 * (256 + 3 * 64)
     assert values <= sum(kept.values()) < 1.05 * values

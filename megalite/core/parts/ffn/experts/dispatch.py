@@ -68,15 +68,22 @@ class Dispatch(ABC):
         self, ids_TK: torch.Tensor, num_experts: int, ep: Axis, ops: Ops, known: list[list[int]] | None = None
     ) -> None: ...
 
-    @abstractmethod
-    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, weigh: bool) -> Sent:
+    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, weigh: bool) -> None:
         """Start bringing tokens to their experts, with their weights, fp32; `weigh`: each times its own."""
+        self._under_way: list[Sent] = [self._send(x_TH, weights_TK, weigh)]
 
-    @abstractmethod
-    def arrive(self, sent: Sent) -> Sent:
+    def arrive(self) -> Sent:
         """Wait for what `send` has started: rows [R, H] of this rank's experts, expert after expert, and the weights of
         the rows [R], None where they are weighed.
         """
+        # Nothing else refers to what has arrived, which is copied in the order of the experts.
+        return self._arrive(*self._under_way.pop())
+
+    @abstractmethod
+    def _send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, weigh: bool) -> Sent: ...
+
+    @abstractmethod
+    def _arrive(self, rows: torch.Tensor, weights: torch.Tensor | None) -> Sent: ...
 
     @abstractmethod
     def bring_back(self, rows_RH: torch.Tensor) -> torch.Tensor:
@@ -127,7 +134,7 @@ class AllToAll(Dispatch):
         self.sizes = Sizes(self.arriving.view(self.ep.size, -1).sum(0), lambda: sizes)
         self.sent, self.received = [sum(each) for each in leaving], [sum(each) for each in from_ranks]
 
-    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, weigh: bool) -> Sent:
+    def _send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, weigh: bool) -> Sent:
         """Sort by expert, and start the exchange."""
         weights = None if weigh else Permute.apply(weights_TK.view(-1, 1), self.order, self.inverse)
         rows = self.ops.spread_rows(x_TH, self.order, self.inverse, self.k, weights_TK if weigh else None)
@@ -139,9 +146,9 @@ class AllToAll(Dispatch):
         weights = None if weights is None else self.of_weights.start(weights)
         return self.of_rows.start(rows), weights
 
-    def arrive(self, sent: Sent) -> Sent:
+    def _arrive(self, rows: torch.Tensor, weights: torch.Tensor | None) -> Sent:
         """Wait, and sort by expert."""
-        rows, weights = self._sorted(self.of_rows.wait(sent[0])), sent[1]
+        rows = self._sorted(self.of_rows.wait(rows))
         return rows, None if weights is None else self._sorted(self.of_weights.wait(weights)).squeeze(1)
 
     def _sorted(self, rows: torch.Tensor) -> torch.Tensor:
@@ -190,18 +197,18 @@ class AllGather(Dispatch):
         rows = sum(sizes)
         self.order, self.inverse = self.order[:rows], self.inverse.clamp(max=rows)
 
-    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, weigh: bool) -> Sent:
+    def _send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, weigh: bool) -> Sent:
         """Start gathering."""
         self.of_weights, self.of_tokens, self.weigh = gather_of(self.ep, in_turns=False), gather_of(self.ep), weigh
         weights = self.of_weights.start(weights_TK)
         return self.of_tokens.start(x_TH), weights
 
-    def arrive(self, sent: Sent) -> Sent:
+    def _arrive(self, rows: torch.Tensor, weights: torch.Tensor | None) -> Sent:
         """Wait, also for the counts, and take the rows of this rank's experts."""
         self._wait()
-        x_TH = self.of_tokens.wait(sent[0])
-        assert sent[1] is not None
-        weights_TK = self.of_weights.wait(sent[1])
+        x_TH = self.of_tokens.wait(rows)
+        assert weights is not None
+        weights_TK = self.of_weights.wait(weights)
         rows = self.ops.spread_rows(x_TH, self.order, self.inverse, self.k, weights_TK if self.weigh else None)
         if self.weigh:
             return rows, None

@@ -22,7 +22,7 @@ from megalite.core.mesh.collectives import copy_to, gather_sequence, reduce_from
 from megalite.core.mesh.context import Axis
 from megalite.core.model.layers import Layers
 from megalite.core.parts.ffn.dense.mlp import MLP
-from megalite.core.parts.ffn.experts.dispatch import DISPATCHES, Dispatch, Sent
+from megalite.core.parts.ffn.experts.dispatch import DISPATCHES, Dispatch
 from megalite.core.parts.ffn.experts.grouped_linear import GroupedLinear, WideLinear
 from megalite.core.parts.ffn.experts.routing import Router, Routing
 
@@ -45,12 +45,12 @@ class MoELayer(nn.Module):
         """Transform every token; the result has the shape of x."""
         routing = self.router.route(x_SBH, fwd)
         way = self.experts.start(routing)
-        sent = self.experts.send(x_SBH.flatten(0, 1), routing, way)
+        self.experts.send(x_SBH.flatten(0, 1), routing, way)
         # Tokens travel while the shared expert runs, and gradients while its backward pass does.
         shared = None if self.shared_expert is None else self.shared_expert(x_SBH, fwd)
         if shared is not None and self.shared_expert_gate is not None:
             shared = (shared * self.shared_expert_gate(x_SBH).sigmoid()).to(shared.dtype)
-        y_SBH = self.experts(sent, routing, way).view(x_SBH.shape)
+        y_SBH = self.experts(routing, way).view(x_SBH.shape)
         return routing.add_loss(y_SBH if shared is None else y_SBH + shared, fwd)
 
 
@@ -87,17 +87,17 @@ class Experts(nn.Module):
         known = self.log.counts.pop(routing.key, None) if self.log.recomputing else None
         return self.dispatch(ids_TK, self.num_experts, self.ep, self.ops, known)
 
-    def send(self, x_TH: torch.Tensor, routing: Routing, way: Dispatch) -> Sent:
+    def send(self, x_TH: torch.Tensor, routing: Routing, way: Dispatch) -> None:
         """Start sending the tokens to their experts."""
         tp = self.tp
         # The weights' gradient, too, is partial on each rank of tp.
         enter = gather_sequence if self.sequence_parallel else copy_to
         x_TH, weights_TK = enter(x_TH, tp), enter(routing.weights_TK, tp)
-        return way.send(x_TH, weights_TK, self.weigh_inputs)
+        way.send(x_TH, weights_TK, self.weigh_inputs)
 
-    def forward(self, sent: Sent, routing: Routing, way: Dispatch) -> torch.Tensor:
+    def forward(self, routing: Routing, way: Dispatch) -> torch.Tensor:
         """Return the weighed sum of each token's experts, [T, H]."""
-        rows, weights_R = way.arrive(sent)
+        rows, weights_R = way.arrive()
         # Of two passes that take turns, the other may be one that will be repeated.
         if self.log.remembers and not self.log.recomputing and way.known is not None:
             self.log.counts[routing.key] = way.known
