@@ -90,7 +90,9 @@ def run(s3: S3, proxy: BreakingProxy, zygote: Zygote, tmp_path: Path) -> Run:
 
 
 @pytest.mark.full
-def test_differences_come_back_from_the_store(run: Run, whole: Path, tmp_path: Path) -> None:
+def test_differences_come_back_from_the_store(
+    run: Run, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The commit of a base is refused once: it is there before that of its differences all the same."""
     run.proxy.faults = [Fault("PUT .*/model_00000001-[^/]*/COMMIT", "403", 1)]
     run.train("--save-errors", "warn")
@@ -106,6 +108,7 @@ def test_differences_come_back_from_the_store(run: Run, whole: Path, tmp_path: P
             of_base, of_it = (max(i for i, line in enumerate(commits) if n in line) for n in (base[0], name))
             assert of_base < of_it, commits
     # The tools need nothing but the URL.
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     step, name = max(models.items())
     find_main("inspect")([f"{run.store.url}/{name}", "--verify", "--flatten", str(tmp_path / "flat")])
     assert_same(tmp_path / "flat", whole / f"checkpoints/model_{step:08d}")
