@@ -32,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
     from megalite.extras.launch.local import LocalRanks, Place
 
     os.chdir(told["directory"])
-    nodes, nproc = told["nnodes"], told["nproc"]
+    nodes = told["nnodes"]
     # The last host may be there too: the rendezvous tells this one its place, which a rank in reserve does not take.
-    place = Place(nproc, nodes, nodes - 1, told["master_addr"], told["master_port"], told["run_id"])
+    place = Place(told["nproc"], nodes, nodes - 1, told["master_addr"], told["master_port"], told["run_id"])
     return LocalRanks(place, told["command"]).run()
 
 

@@ -55,8 +55,6 @@ _MOST_RANKS = 2048
 JOIN = "join.json"
 # Key of the launcher's store.
 _HUB = "megalite/hub"
-# A hub that is there answers at once.
-_CALL_S = 5.0
 
 
 def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None:
@@ -184,10 +182,8 @@ def find_hub(folder: str, waits: bool) -> str:
         folder: from `folder_of_hubs`.
         waits: whether to wait until rank 0 has told; otherwise "" if it has not, or the launcher has no store then.
     """
-    if offer := succession.newest_offer(folder) if folder else None:
-        with contextlib.suppress(OSError):
-            socket.create_connection((offer.host, offer.port), timeout=_CALL_S).close()
-            return " ".join(map(str, offer))
+    if folder and (offer := succession.answering_offer(folder)):
+        return " ".join(map(str, offer))
     if not (waits or under_torchrun()):
         return ""
     store, deadline = join_store()[0], time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()

@@ -62,13 +62,18 @@ def newest_offer(folder: str) -> Offer | None:
     return newest
 
 
-def has_moved(run: str) -> bool:
-    """Whether a run's first hub is gone, and another one answers."""
-    if offer := newest_offer(str(Path(run) / FOLDER)):
+def answering_offer(folder: str) -> Offer | None:
+    """Return the newest offer if somebody listens there: others are from an earlier start."""
+    if offer := newest_offer(folder):
         with contextlib.suppress(OSError):
             socket.create_connection((offer.host, offer.port), timeout=_CALL_S).close()
-            return True
-    return False
+            return offer
+    return None
+
+
+def has_moved(run: str) -> bool:
+    """Whether a run's first hub is gone, and another one answers."""
+    return answering_offer(str(Path(run) / FOLDER)) is not None
 
 
 def begin_round(folder: str, number: int) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megalite.runtime.data.shuffle import permuted
 
@@ -114,3 +116,29 @@ def samples(world: World, sources: Sequence[Pieces], weights: Sequence[float], c
             streams[source, lane] = texts_of(world, source, lane, sources[source])
         out.append(next(streams[source, lane]))
     return out
+
+
+def assert_any_ranks_read(rng: random.Random, reader: Callable[[], Any], want: Sequence[Any], rows: int) -> None:
+    """Assert that ranks which read in any order, are killed, and go on in another number read these samples.
+
+    Args:
+        rng: draws the numbers of ranks, and the orders.
+        reader: makes a rank: its `order`, how often it has `read` what, and `sample`.
+        want: samples, for steps of 24.
+        rows: number of lanes of all sources.
+    """
+    at, state = 0, dict[str, Any]()
+    for stop in (24 * rng.randint(1, 5), 24 * rng.randint(6, 10), len(want)):
+        size = rng.choice((1, 2, 3, 4, 8))
+        ranks = [reader() for _ in range(size)]
+        for rank in ranks:
+            rank.order.resume(state)
+        for step in range(at, stop, 24):
+            for number in rng.sample(range(24), 24):
+                assert ranks[number * size // 24].sample(step + number) == want[step + number]
+        known = [row for rank in ranks for row in rank.order.state(stop)["windows"]]
+        asked = Counter(ranks[0].read)
+        state, at = ranks[0].order.state(stop, known), stop
+        assert len(state["windows"]) == rows
+        assert ranks[0].read == asked, "what another rank knows is not read again"
+        assert reader().order.state(stop, []) == state, "the state is a function of the position and the data"

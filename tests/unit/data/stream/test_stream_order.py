@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from megalite.core.base.errors import UserError
 from megalite.runtime.data.stream import order
 from megalite.runtime.data.stream.order import Lane, Part, Shape, StreamOrder
-from tests.unit.data.stream.reference import Pieces, World, samples
+from tests.unit.data.stream.reference import Pieces, World, assert_any_ranks_read, samples
 
 SIZES = (0, 1, 2, 3, 5, 9, 17, 40, 130)
 
@@ -69,23 +68,7 @@ def test_any_world_reads_the_samples_of_the_description(seed: int, lanes: int, w
     sources, weights = make_sources(rng, [rng.randint(lanes, 3 * lanes + 4) for _ in range(3)]), (0.6, 0.3, 0.1)
     count = 24 * 12
     want = samples(world, sources, weights, count)
-    at, state = 0, dict[str, Any]()
-    for stop in (24 * rng.randint(1, 5), 24 * rng.randint(6, 10), count):
-        size = rng.choice((1, 2, 3, 4, 8))
-        ranks = [Reader(world, sources, weights) for _ in range(size)]
-        if state:
-            for rank in ranks:
-                rank.order.resume(state)
-        for step in range(at, stop, 24):
-            for number in rng.sample(range(24), 24):
-                assert ranks[number * size // 24].sample(step + number) == want[step + number]
-        known = [row for rank in ranks for row in rank.order.state(stop)["windows"]]
-        asked = Counter(ranks[0].read)
-        state, at = ranks[0].order.state(stop, known), stop
-        assert len(state["windows"]) == 3 * lanes
-        assert ranks[0].read == asked, "what another rank knows is not read again"
-        fresh = Reader(world, sources, weights).order.state(stop, [])
-        assert fresh == state, "the state is a function of the position and the data"
+    assert_any_ranks_read(rng, lambda: Reader(world, sources, weights), want, 3 * lanes)
 
 
 def test_a_resume_reads_as_many_pieces_at_the_end_as_at_the_beginning() -> None:

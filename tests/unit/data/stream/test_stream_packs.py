@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megalite.runtime.data.stream import order, packs
 from megalite.runtime.data.stream.order import Part, Shape, StreamOrder
 from megalite.runtime.data.stream.packs import PackedLane
-from tests.unit.data.stream.reference import Documents, Pieces, World, packs_of
+from tests.unit.data.stream.reference import Documents, Pieces, World, assert_any_ranks_read, packs_of
 
 SIZES = (2, 2, 3, 5, 9, 17, 40)
 LEAST = 4
@@ -69,21 +69,7 @@ def test_any_world_reads_the_samples_of_the_description(seed: int, lanes: int, w
     world, pieces = World(seed, lanes, window, seq_len), make_pieces(rng, rng.randint(2 * lanes, 3 * lanes + 4))
     count = 24 * 12
     want = samples(world, pieces, count)
-    at, state = 0, dict[str, Any]()
-    for stop in (24 * rng.randint(1, 5), 24 * rng.randint(6, 10), count):
-        size = rng.choice((1, 2, 3, 4, 8))
-        ranks = [Reader(world, pieces) for _ in range(size)]
-        for rank in ranks:
-            rank.order.resume(state)
-        for step in range(at, stop, 24):
-            for number in rng.sample(range(24), 24):
-                assert ranks[number * size // 24].sample(step + number) == want[step + number]
-        known = [row for rank in ranks for row in rank.order.state(stop)["windows"]]
-        asked = Counter(ranks[0].read)
-        state, at = ranks[0].order.state(stop, known), stop
-        assert ranks[0].read == asked, "what another rank knows is not read again"
-        fresh = Reader(world, pieces).order.state(stop, [])
-        assert fresh == state, "the state is a function of the position and the data"
+    assert_any_ranks_read(rng, lambda: Reader(world, pieces), want, lanes)
 
 
 def test_a_resume_reads_as_many_pieces_at_the_end_as_at_the_beginning() -> None:
