@@ -13,6 +13,8 @@ use_environment dev
     "$PYTHON" -m pip install --quiet --no-deps megatron-core==0.16.1 ||
     say "megatron-core could not be installed: the tests that compare with it will be skipped"
 [ "${1:-}" = --quick ] && exec "$PYTHON" -m tests.quick
+# Images of containers often set it: every process would compile every module anew.
+unset PYTHONDONTWRITEBYTECODE
 say "running the tests"
 # Many tests wait (for a launcher's time limits, for a rank to be noticed): four at a time fill two cores, three where
 # there is little memory, as each keeps workers of its own, up to 3.5 GB of them. By file, for those workers; in the
