@@ -286,7 +286,7 @@ def test_loss_spike_skipped(zygote: Zygote, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_slow_rank_is_named(zygote: Zygote, tmp_path: Path) -> None:
-    """Row 38: it sleeps several times as long as a step takes; within 20 steps the log names it, and no other."""
+    """Row 38: it sleeps four times as long as it works; within 20 steps the log names it, and no other."""
     left = start(
         zygote,
         tmp_path,
