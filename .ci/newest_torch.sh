@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests on the newest stable torch, where that is newer than the pinned one: what communicates, trains and resumes, and the
-# estimate. Arguments go to pytest. PyTorch's own index of CPU builds is asked first; where it
+# estimate, or what the arguments name, which go to pytest. PyTorch's own index of CPU builds is asked first; where it
 # has none, pip's usual index, whose builds for CUDA run on a CPU too but take 6 GB.
 set -eu
 cd "$(dirname "$0")/.."
@@ -38,7 +38,8 @@ echo "import site; site.addsitedir('$base')" >"$own/base.pth"
 export VIRTUAL_ENV=$PWD/.venv-newest
 export PATH=$VIRTUAL_ENV/bin:$PATH
 failed=0
-.venv-newest/bin/python -m pytest -n 3 --dist loadfile tests/unit/mesh tests/unit/pipeline tests/unit/extras/estimate/test_estimate.py \
-    tests/parity "$@" || failed=$?
+[ $# -gt 0 ] || set -- tests/unit/mesh tests/unit/pipeline tests/unit/extras/estimate/test_estimate.py tests/parity
+# A failure is repeated by this script: the environment goes.
+REPEAT="bash .ci/newest_torch.sh" .venv-newest/bin/python -m pytest -n 3 --dist loadfile "$@" || failed=$?
 rm -rf .venv-newest
 exit "$failed"

@@ -24,19 +24,21 @@ environment() {
     echo "$want" >"$folder/.installed"
 }
 
-# tests PYTHON TEST...: what runs here is noted in the file $RAN, if there is one, for .ci/run
+# set=VARIABLES tests PYTHON TEST...: what runs here is noted in the file $RAN, if there is one, for .ci/run
 tests() {
     local python=$1
     shift
     say "tests with $python: $*"
     [ -z "${RAN:-}" ] || printf -- '--deselect %s\n' "$@" >>"$RAN"
-    "$python" -m pytest -n 2 --dist loadfile "$@" $options || failed=$?
+    # For tests/conftest.py, which prints how a failure is repeated: with these variables and this Python.
+    REPEAT="${set:+$set }$python -m pytest" "$python" -m pytest -n 2 --dist loadfile "$@" $options || failed=$?
 }
 
 options=$*
 if environment .venv-transformers4 "transformers>=4.57,<5"; then
     export MEGALITE_TRANSFORMERS4_PYTHON=$PWD/.venv-transformers4/bin/python
-    tests "$PYTHON" tests/unit/checkpoint/test_hf.py::test_transformers_4_reads_it_alike
+    set="MEGALITE_TRANSFORMERS4_PYTHON=\$PWD/.venv-transformers4/bin/python" \
+        tests "$PYTHON" tests/unit/checkpoint/test_hf.py::test_transformers_4_reads_it_alike
 fi
 # The emulator needs pkg_resources.
 if environment .venv-gcs "gcsfs>=2025.3" gcp-storage-emulator "setuptools<81"; then
@@ -53,7 +55,9 @@ fi
 if environment .venv-peers "trl>=1.16" "lm-eval[hf]>=0.4.13" "deepspeed>=0.19"; then
     export VIRTUAL_ENV=$PWD/.venv-peers
     export PATH=$VIRTUAL_ENV/bin:$PATH
-    tests .venv-peers/bin/python tests/unit/test_trl.py tests/parity/test_lm_harness.py \
+    # The launchers are looked for on PATH.
+    set="VIRTUAL_ENV=\$PWD/.venv-peers PATH=\$PWD/.venv-peers/bin:\$PATH" \
+        tests .venv-peers/bin/python tests/unit/test_trl.py tests/parity/test_lm_harness.py \
         tests/unit/extras/compat/test_with_deepspeed.py tests/unit/extras/compat/test_hjson.py \
         tests/unit/extras/compat/test_resolved_files.py tests/unit/extras/prepare/test_published_templates.py \
         tests/faults/test_launchers.py

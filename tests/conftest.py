@@ -68,10 +68,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print for each failure the command that repeats it alone; hypothesis prints its seed with the failure itself."""
+    """Print for each failure the command that repeats it alone, in the environment that it failed in.
+
+    Seeds are constants of the tests, and hypothesis draws the same examples in each run: the command says all.
+    """
+    again = os.environ.get("REPEAT", "bash tests/run.sh --full")
     failed = {report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])}
     for name in sorted(failed):
-        terminalreporter.write_line(f"repeat: bash tests/run.sh --full -n 0 {shlex.quote(name)}")
+        terminalreporter.write_line(f"repeat: {again} -n 0 {shlex.quote(name)}")
 
 
 @pytest.hookimpl(wrapper=True)

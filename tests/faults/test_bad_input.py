@@ -1,4 +1,4 @@
-"""A mistake in what was asked: one `error:` line with value, rule and remedy; exit 2; every rank gone within 30 s of
+"""A mistake in what was asked: one `error:` line with value, rule and remedy; exit 2; every rank gone after
 the first."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TINY = [
 
 
 def run(zygote: Zygote, folder: Path, arguments: list[str], world: int = 1) -> list[Left]:
-    """Run ranks that are to end together: all within 30 s of the first."""
+    """Run ranks that are to end together."""
     job = zygote.start([*TINY, *arguments], world, folder)
     zygote.until(job.ended)
     return job.end()

@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
-import time
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -127,18 +127,25 @@ def probe_host(ssh: Sequence[str], ask: Mapping[str, Any], timeout_s: float) -> 
     choose = 'P=$1; command -v "$P" >/dev/null 2>&1 || P=python3; exec "$P" - "$2"'
     remote = shlex.join(["sh", "-c", choose, "sh", ask["python"], json.dumps(ask)])
     pipe, source = subprocess.PIPE, Path(probe.__file__).read_text(encoding="utf-8")
-    # A new session, so that a ProxyCommand below ssh, which keeps the pipes open, is killed with it.
-    process = subprocess.Popen(
-        [*ssh, remote], stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
-    )
-    try:
-        out, error = process.communicate(source, timeout_s)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        out, _ = process.communicate()
+    with tempfile.TemporaryFile() as said:
+        # A new session, so that a ProxyCommand below ssh, which keeps the pipes open, is killed with it.
+        process = subprocess.Popen(
+            [*ssh, remote], stdin=pipe, stdout=said, stderr=pipe, text=True, errors="replace", start_new_session=True
+        )
+        try:
+            _, error = process.communicate(source, timeout_s)
+            late = False
+        except subprocess.TimeoutExpired:
+            late = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        # When the answer came: the connection may be closed seconds later.
+        now = os.fstat(said.fileno()).st_mtime
+        said.seek(0)
+        out = said.read().decode(errors="replace")
+    if late:
         return Answer(None, error=f"no answer within {timeout_s:g} s", slow=MARKER in out)
-    now = time.time()
     marked = [line.removeprefix(MARKER) for line in out.splitlines() if line.startswith(MARKER)]
     if len(marked) < 2:
         # ssh's own failures are 255; any other code comes from the host.
