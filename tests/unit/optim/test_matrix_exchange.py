@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.core.base.slices import Slice
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.optim import shares
 from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.make_buckets import make_buckets
-from megalite.core.optim.matrix_exchange import MatrixExchange
+from megalite.core.optim.matrix_exchange import MatrixExchange, _batches, _Matrix
 from megalite.core.optim.shares import Sharding
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.update_rule import RULES, MatrixRule
@@ -90,3 +91,12 @@ def test_a_batch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(bucket.grad_share, wanted, rtol=1e-5, atol=1e-5)
         norms = counted.calls["aten::linalg_vector_norm"] + counted.calls["aten::norm"]
         assert norms == sum(batches)
+
+
+def test_matrices_that_are_sharded_by_rows_and_by_columns_are_apart() -> None:
+    """Queries and the output projection of attention may have one shape."""
+    _, bucket = experts(1, OptimConfig(optimizer="muon"))
+    rows = Slice((0, 0), (8, 16)), Slice((8, 0), (8, 16))
+    columns = Slice((0, 0), (16, 8)), Slice((0, 8), (16, 8))
+    matrices = [_Matrix(bucket, 0, boxes, (16, 16)) for boxes in (rows, columns, rows)]
+    assert _batches(matrices) == [[0, 2], [1]]
