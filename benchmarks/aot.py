@@ -77,6 +77,7 @@ TYPES |= dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr", "cos
 TYPES |= dict.fromkeys(("stats_ptr", "lse_ptr", "scale_ptr", "partial_ptr", "multiplier_ptr", "param_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("codes_ptr", "second_codes_ptr"), "*fp8e4nv") | {"second_scale_ptr": "*fp32"}
 TYPES |= dict.fromkeys(("exp_avg_ptr", "exp_avg_sq_ptr"), "*fp32")
+TYPES |= {"dq_weight_ptr": "*fp32", "dk_weight_ptr": "*fp32"}
 TYPES |= {"main_grad_ptr": "*fp32", "tiles_ptr": "*i32", "ends_ptr": "*i32", "words_ptr": "*i32", "keep_ptr": "*i1"}
 TYPES |= dict.fromkeys(("written_ptr", "reads_ptr", "kept_ptr", "left_ptr", "held_ptr", "states_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("new_ptr", "last_ptr", "dstates_ptr", "dnew_ptr", "dlast_ptr", "after_ptr"), "*fp32")
@@ -93,7 +94,7 @@ TO_FP8 = "F2FP.SATFINITE.E4M3"
 
 def triton_cases() -> list[Case]:
     """Every Triton kernel in the shapes of a Llama-8B bf16 step; the norms at GPT-3 175B's width too."""
-    from megalite.core.parts.kernels.triton import activation, cross_entropy, dropout, flat, norm, rope
+    from megalite.core.parts.kernels.triton import activation, cross_entropy, dropout, flat, norm, qk_norm, rope
 
     cases, no_codes = [], {"GROUP": 0, "LARGEST": 448.0}
     for name, width, rms, forward, backward in (
@@ -117,6 +118,10 @@ def triton_cases() -> list[Case]:
         cases.append(Case(f"{name}_backward", norm.norm_backward_kernel, constants, warps, backward))
     finish = {"ADD": True, "BLOCK_ROWS": norm.FINISH_ROWS, "BLOCK": norm.FINISH_WIDTH}
     cases.append(Case("norm_finish", norm.norm_finish_kernel, finish, 4, Limit(48, 4, 1)))
+    tile, block, warps = norm.norm_launch(128)
+    heads = {"QUERIES": 32, "NORMED": 36, "HEADS": 40, "ROWS": tile, "BLOCK": block}
+    cases.append(Case("qk_norm", qk_norm.qk_norm_forward_kernel, heads, warps, Limit(64, 2, 2)))
+    cases.append(Case("qk_norm_backward", qk_norm.qk_norm_backward_kernel, heads, warps, Limit(128, 4, 4)))
     rotary = {"INVERSE": False, "COPY_REST": False, "BLOCK_HEADS": 32, "BLOCK_HALF": 64, "BLOCK_REST": 1}
     cases.append(Case("rope", rope.rope_kernel, rotary, 4, Limit(64, 8)))
     packed = {"BLOCK_HEADS": 16, "BLOCK_HALF": 64, "BLOCK_REST": 1, "HAS_REST": False}

@@ -134,6 +134,22 @@ def _norm_cases() -> Iterator[Case]:
             yield Case(label, inputs, run, oracle, differentiate=shape[-1] > 1)
 
 
+def _qk_norm_cases() -> Iterator[Case]:
+    for shape, heads, kv in (((5, 3, 8, 16), 4, 2), ((3, 1, 9, 37), 3, 3), ((1, 1, 3, 2), 1, 1), ((0, 2, 4, 8), 2, 1)):
+
+        def inputs(g: torch.Generator, shape: Any = shape) -> list[Tensor]:
+            return [_randn(g, *shape), _randn(g, shape[-1]), _randn(g, shape[-1])]
+
+        yield Case(
+            f"qk_rmsnorm {list(shape)} of {heads}+2*{kv} heads",
+            inputs,
+            lambda o, x, q, k, n=heads, g=kv: (o.qk_rmsnorm(x, q, k, 1e-5, n, g),),
+            lambda x, q, k, n=heads, g=kv: (
+                torch.cat((_rms(x[:, :, :n], q), _rms(x[:, :, n : n + g], k), x[:, :, n + g :]), dim=2),
+            ),
+        )
+
+
 def _rope_cases() -> Iterator[Case]:
     for seq, batch, heads, kv, width, rotated in ((5, 3, 4, 2, 16, 16), (3, 1, 3, 3, 10, 4), (1, 1, 1, 1, 2, 2)):
         label = f"[{seq}, {batch}, {heads}+2*{kv}, {width}] rotated {rotated}"
@@ -643,6 +659,7 @@ def cases() -> list[Case]:
     """Every case of every op."""
     return [
         *_norm_cases(),
+        *_qk_norm_cases(),
         *_rope_cases(),
         *_activation_cases(),
         *_cross_entropy_cases(),

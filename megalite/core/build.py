@@ -24,7 +24,7 @@ from megalite.core.model.parameters import buffer_map, param_map
 from megalite.core.model.partition import stage_layers
 from megalite.core.ops import Ops
 from megalite.core.ops.cpu_memory import keep_freed_memory
-from megalite.core.ops.sdpa import KERNELS, AttentionCase, select, why_not
+from megalite.core.ops.sdpa import KERNELS, AttentionCase, flash_version, select, why_not
 from megalite.core.optim.bucket import Bucket
 from megalite.core.optim.loss_scale import LossScaler
 from megalite.core.optim.make_buckets import make_buckets
@@ -124,7 +124,8 @@ def resolve_ops(cfg: StepConfig, ctx: ParallelContext) -> Ops:
         order = ", ".join(usable)
         taken = f"{name} (torch takes one of {order})" if name == "auto" else name
         blocks = "sinks" if m.attention_sinks else "dropout" if m.attention_dropout else None
-        logger.info(f"attention: {taken if blocks is None else f'block by block, with {blocks}'}")
+        how = taken if blocks is None else f"block by block, with {blocks}"
+        logger.info(f"attention: {how}; FlashAttention is version {flash_version(case)}")
     comm, why = choose_comm(m, cfg.parallel, cfg.within_documents)
     if cfg.parallel.cp > 1 and cfg.parallel.cp_comm == "auto":
         logger.info(f"--cp-comm auto: {comm} ({why})")

@@ -26,15 +26,22 @@ class SumOfSlices:
 
     def wait(self) -> None:
         self._work.wait()
-        flat = self._out.view(-1)
-        if self._parts.dtype == flat.dtype == torch.float32:
-            torch.sum(self._parts, 0, out=flat)
-            return
-        # One rounding, at the end. torch.sum would first copy all parts to fp32.
-        total = self._parts[0].to(torch.promote_types(flat.dtype, torch.float32), copy=True)
-        for part in self._parts[1:]:
+        sum_parts(self._parts, self._out.view(-1))
+
+
+def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """Sum parts [ranks, n] in fp32 into `out` [n]: one rounding, at the end."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = out if out.dtype == wide else out.new_empty(out.shape, dtype=wide)
+    if parts.is_cuda or parts.dtype == wide:
+        torch.sum(parts, 0, dtype=wide, out=total)
+    else:
+        # On a CPU, torch.sum would first copy all parts to the wider type.
+        total.copy_(parts[0])
+        for part in parts[1:]:
             total += part
-        flat.copy_(total)
+    if total is not out:
+        out.copy_(total)
 
 
 class AllGather:

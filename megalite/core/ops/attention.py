@@ -2,8 +2,9 @@
 
 attention(q, k, v, mask, documents=None, *, scale=None, softcap=None, expand=None) -> out
     q [B, N, S, D], k and v [B, G, S, D] of one dtype, any strides; query head n reads key/value head n // (N / G);
-    out [B, N, S, D] like q. v may be narrower, and then so is out: kernels take one width, so zeros fill v up, in a
-    copy that backward keeps. mask is a `Mask`, documents are `Documents` or None.
+    out [B, N, S, D] like q. v may be narrower, and then so is out: where cuDNN takes both widths (9.10 and later, on
+    Hopper) it does so; other kernels take one, so zeros fill v up, in a copy that backward keeps. mask is a `Mask`,
+    documents are `Documents` or None.
 
         scores = q k^T * scale                        scale: 1 / sqrt(D) unless given
         scores = softcap * tanh(scores / softcap)     with softcap only (Gemma 2, arXiv:2408.00118, section 2)
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.core.batch import Documents, Mask
 from megalite.core.ops.op import TORCH, Op
@@ -78,11 +80,19 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @lru_cache
-def _varlen_takes_groups() -> bool:
-    """Whether this torch's kernel supports grouped heads (2.13 and later)."""
+def _varlen_asks_for_groups() -> bool:
+    """Whether this torch wants to be told of grouped heads (2.13 and later); the kernel supports them in each."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN is enabled and attends causally with these tensors; False under torch.compile: it cannot ask."""
+    if not q.is_cuda or torch.compiler.is_compiling():
+        return False
+    cuda = torch.backends.cuda
+    return cuda.can_use_cudnn_attention(cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1]))
 
 
 def prepare_to_compile() -> None:
@@ -90,7 +100,7 @@ def prepare_to_compile() -> None:
 
     Decorators would import the compiler, which takes 1.6 s at every start.
     """
-    for constant in (_capability, _varlen_takes_groups):
+    for constant in (_capability, _varlen_asks_for_groups):
         torch.compiler.assume_constant_result(constant)
 
 
@@ -100,11 +110,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, windo
 
     batch, heads, seq, width = q.shape
     group = heads // k.shape[1]
-    grouped: dict[str, Any] = {"enable_gqa": True} if group > 1 else {}
-    if group > 1 and not _varlen_takes_groups():
-        k = k.repeat_interleave(group, 1)
-        v = v.repeat_interleave(group, 1)
-        grouped = {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if group > 1 and _varlen_asks_for_groups() else {}
     q_TND, k_TGD, v_TGD = (t.transpose(1, 2).reshape(batch * seq, -1, width) for t in (q, k, v))
     out = varlen_attn(
         q_TND,
@@ -138,10 +144,14 @@ def attention(
         k, v = expand(k)
     assert v is not None
     seq, missing = q.shape[2], q.shape[-1] - v.shape[-1]
-    if missing:
-        wide = attention(q, k, F.pad(v, (0, missing)), mask, documents, scale=scale, softcap=softcap)
-        return wide[..., : v.shape[-1]]
     window = seq if mask.window is None else min(mask.window, seq)
+    plain = window == seq and softcap is None
+    if missing:
+        if documents is None and plain and _cudnn_takes(q, k, v):
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return masked(q, k, v, None, scale, None)
+        wide = attention(q, k, F.pad(v, (0, missing)), mask, documents, scale=scale, softcap=softcap)
+        return wide.narrow(-1, 0, v.shape[-1])
     if (documents is not None or window < seq) and why_masked(q.device, q.dtype, q.shape[-1], softcap) is None:
         if documents is not None:
             assert documents.bounds is not None
@@ -150,7 +160,6 @@ def attention(
         return _varlen(q, k, v, bounds, seq, window, scale)
     if documents is not None:
         return masked(q, k, v, documents.visible(window), scale, softcap)
-    plain = window == seq and softcap is None
     return masked(q, k, v, None if plain else _visible(seq, window, q.device), scale, softcap)
 
 

@@ -59,6 +59,7 @@ class Ops:
 
     rmsnorm: Callable[..., Tensor]
     add_rmsnorm: Callable[..., tuple[Tensor, Tensor]]
+    qk_rmsnorm: Callable[..., Tensor]
     layernorm: Callable[..., Tensor]
     add_layernorm: Callable[..., tuple[Tensor, Tensor]]
     rope: Callable[..., Tensor]

@@ -9,12 +9,18 @@ add_rmsnorm(x, residual, weight, eps) -> (normed, new_residual)
     new_residual = x + residual (rounded to their dtype), normed = rmsnorm(new_residual, weight, eps).
     x and residual [..., H] of one dtype. Backward keeps new_residual and one fp32 number per row.
 
-Neither writes to its inputs. Where weight is a parameter with a `main_grad`, a backend may add its gradient there
+qk_rmsnorm(qkv, q_weight, k_weight, eps, num_heads, num_kv_heads) -> qkv
+    rmsnorm of every head of queries and keys; values are copied. qkv [S, B, num_heads + 2 num_kv_heads, D], heads
+    packed as q | k | v; q_weight and k_weight [D]; the result like qkv, a new tensor. Backward keeps qkv and one fp32
+    number per normalized head.
+
+None writes to its inputs. Where weight is a parameter with a `main_grad`, a backend may add its gradient there
 instead of returning it. Empty batches are allowed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,4 +93,25 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return _RMSNorm.apply(x, residual, weight, eps)
 
 
-OP = Op("rmsnorm", (rmsnorm, add_rmsnorm), (triton("norm"), apex("norms"), CPP, TORCH))
+def by_slices(
+    norm: Callable[[Tensor, Tensor, float], Tensor],
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    """Compute `qk_rmsnorm` by an `rmsnorm` for queries and one for keys."""
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+    return torch.cat((norm(q, q_weight, eps), norm(k, k_weight, eps), v), dim=2)
+
+
+def qk_rmsnorm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_heads: int, num_kv_heads: int
+) -> Tensor:
+    """Torch reference of `qk_rmsnorm`; see the module's contract."""
+    return by_slices(rmsnorm, qkv, q_weight, k_weight, eps, num_heads, num_kv_heads)
+
+
+OP = Op("rmsnorm", (rmsnorm, add_rmsnorm, qk_rmsnorm), (triton("qk_norm"), apex("norms"), CPP, TORCH))

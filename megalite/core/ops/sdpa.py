@@ -3,7 +3,7 @@
 ==========  ===========================================================================================================
 auto        torch's own order: on sm_90 and above cuDNN, then FlashAttention 2, efficient, math; below, flash first
 cudnn       fastest on Hopper and Blackwell; the order of additions in its backward pass may vary between runs
-flash       FlashAttention 2; on CPU torch's own kernel of that name
+flash       FlashAttention 2, or 3 (`flash_version`); on CPU torch's own kernel of that name
 efficient   memory-efficient (xFormers); the only fused kernel for fp32 and for masks
 math        matrix products with the scores in memory: slow, the reference
 ==========  ===========================================================================================================
@@ -12,15 +12,17 @@ math        matrix products with the scores in memory: slow, the reference
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.core.base.errors import UserError
+from megalite.core.base.log import logger
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -74,6 +76,26 @@ def why_not(name: str, case: AttentionCase) -> str | None:
         if capability < least:
             return "it requires compute capability {}.{} or above, not {}.{}".format(*least, *capability)
     return None
+
+
+def flash_version(case: AttentionCase) -> int:
+    """Return the version of FlashAttention that torch's operators run on a GPU, here and in `attend`.
+
+    It is 3 on Hopper where the package flash_attn_3 is installed: torch then puts its kernels in place of its own, for
+    the whole process. Not where results must have the same bits on every run: it does not promise that for all heads.
+    """
+    if torch.cuda.get_device_capability(case.device) != (9, 0) or case.deterministic:
+        return 2
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return 2
+    if nn.attention.current_flash_attention_impl() == "FA3":
+        return 3
+    try:
+        nn.attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError) as e:
+        logger.warning(f"flash_attn_3 cannot be used: {e}")
+        return 2
+    return 3
 
 
 def select(name: str, attention: Callable[..., Any], case: AttentionCase) -> Callable[..., Any]:

@@ -3,7 +3,8 @@
 Every tensor-parallel rank has a shard of a logical matrix (q, k, v, gate, up, …), one interval of its bucket, and every
 rank that shares the bucket has a share of that interval. One all-to-all collects the shares of a shard on its holder, a
 second one, over tp, the shards of a matrix on its owner; two more return the transformed matrix. Holders and owners are
-balanced greedily: the largest matrix first, to the rank with the least work.
+balanced greedily: the largest matrix first, to the rank with the least work. Owners transform matrices of one shape
+together, so that many small ones (experts) take few launches.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis, ParallelContext
 from megalite.core.mesh.grid import Grid
 from megalite.core.optim.bucket import Bucket
-from megalite.core.optim.shares import matrix_work, spread
+from megalite.core.optim.shares import matrices_at_once, matrix_work, spread
 from megalite.core.options.update_rule import MatrixRule
 from megalite.core.sharding.parameter import ShardedParameter
 from megalite.core.sharding.shard import matrices_in
@@ -86,6 +87,7 @@ class MatrixExchange:
         ]
         self._collected = [m for m in self._matrices if m.holder == self._share_axis.rank]
         self._owned = [m for m in self._collected if m.owner == self._tp.rank]
+        self._batches = _batches(self._owned)
 
     @classmethod
     def all_of(cls, buckets: Sequence[Bucket], ctx: ParallelContext) -> list[MatrixExchange]:
@@ -107,8 +109,8 @@ class MatrixExchange:
         numels = [[m.boxes[rank].numel for m in self._owned] for rank in tp]
         by_owner = [[x for m, x in zip(self._collected, shards) if m.owner == rank] for rank in tp]
         owned = _exchange(self._tp, by_owner, numels, none)
-        for matrix, *parts in zip(self._owned, *owned):
-            _transform(matrix, parts, cfg)
+        for batch in self._batches:
+            _transform([self._owned[i] for i in batch], [[of_rank[i] for i in batch] for of_rank in owned], cfg)
         shard_sizes = [[len(x) for x in group] for group in by_owner]
         for group, new in zip(by_owner, _exchange(self._tp, owned, shard_sizes, none)):
             _copy(new, group)
@@ -131,7 +133,7 @@ def _matrices_of(bucket: Bucket, param: ShardedParameter, start: int, tp: Axis) 
     shards = [replace(shard, layout=replace(shard.layout, rank=rank)) for rank in tp.ranks]
     out = []
     for turns, own, *of_ranks in zip(shard.spec.turns_of_parts, shard.slices, *(s.slices for s in shards), strict=True):
-        boxes = [Slice(box.offset[stacked:], box.shape[stacked:], box.at) for box in of_ranks]
+        boxes = [Slice(box.offset[stacked:], box.shape[stacked:]) for box in of_ranks]
         low = tuple(map(min, zip(*(box.offset for box in boxes))))
         high = tuple(map(max, zip(*([o + n for o, n in zip(box.offset, box.shape)] for box in boxes))))
         moved = tuple(replace(box, offset=tuple(o - l for o, l in zip(box.offset, low))) for box in boxes)
@@ -146,20 +148,53 @@ def _share_size(matrix: _Matrix, numel: int, rank: int) -> int:
     return end - first
 
 
-def _transform(matrix: _Matrix, shards: Sequence[torch.Tensor], cfg: Any) -> None:
-    """Assemble a matrix from its flat shards, transform it or each of those in it, and write the result back."""
+def _batches(matrices: Sequence[_Matrix]) -> list[list[int]]:
+    """Group the indices of matrices that are alike, also in how they are sharded."""
+    alike: dict[Any, list[int]] = {}
+    for i, m in enumerate(matrices):
+        alike.setdefault((m.bucket.kind.rule, m.shape, m.turns, m.boxes), []).append(i)
+    batches = []
+    for group in alike.values():
+        first = matrices[group[0]]
+        at_once = matrices_at_once(_rule(first), math.prod(first.shape))
+        batches += [group[i : i + at_once] for i in range(0, len(group), at_once)]
+    return batches
+
+
+def _rule(matrix: _Matrix) -> MatrixRule:
     rule = matrix.bucket.rule
     assert isinstance(rule, MatrixRule)
-    full = shards[0].new_empty(matrix.shape)
-    for box, shard in zip(matrix.boxes, shards):
-        full[box.index] = shard.view(box.shape)
-    if matrix.turns:
-        for rows in full.unflatten(0, (-1, sum(matrix.turns))).split(matrix.turns, 1):
-            rows.copy_(rule.transform(rows.flatten(0, 1), cfg).view(rows.shape))
+    return rule
+
+
+def _transform(matrices: Sequence[_Matrix], shards: Sequence[Sequence[torch.Tensor]], cfg: Any) -> None:
+    """Assemble matrices that are alike, transform them or each of those in them, and write the results back.
+
+    Args:
+        matrices: the matrices.
+        shards: flat shards of each rank of tp, in the order of the matrices.
+        cfg: options of the rule.
+    """
+    first, n = matrices[0], len(matrices)
+    rule = _rule(first)
+    full = shards[0][0].new_empty(n, *first.shape)
+    places = [(slice(None), *box.index) for box in first.boxes]
+    for place, box, of_rank in zip(places, first.boxes, shards):
+        full[place] = torch.stack([*of_rank]).view(n, *box.shape)
+    if first.turns:
+        for rows in full.unflatten(1, (-1, sum(first.turns))).split(first.turns, 2):
+            rows.copy_(_apply(rule, rows.flatten(1, 2), cfg).view(rows.shape))
     else:
-        full = rule.transform(full, cfg)
-    for box, shard in zip(matrix.boxes, shards):
-        shard.view(box.shape).copy_(full[box.index])
+        full = _apply(rule, full, cfg)
+    for place, of_rank in zip(places, shards):
+        # Contiguous, as the shards are: one launch copies all.
+        new = full[place].contiguous().view(n, -1)
+        torch._foreach_copy_([*of_rank], [*new.unbind(0)])
+
+
+def _apply(rule: MatrixRule, full: torch.Tensor, cfg: Any) -> torch.Tensor:
+    """Transform matrices [n, out, in]: one by itself, as every rule takes it."""
+    return rule.transform(full, cfg) if len(full) > 1 else rule.transform(full[0], cfg).unsqueeze(0)
 
 
 def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.core.base.host_memory import pinned_bytes
 from megalite.core.options.optim import OptimConfig
+from megalite.core.options.update_rule import MatrixRule
 
 if TYPE_CHECKING:
     from megalite.core.sharding.parameter import ShardedParameter
 
 _PARAM_ALIGN, _BUCKET_ALIGN = 64, 128
+
+BATCH_ELEMENTS = 2**24
+"""Of the matrices that are transformed together: 64 MB in fp32, enough work to hide the launches behind."""
 
 
 def group_among(group: int, ranks: int, batch_ranks: int) -> int:
@@ -166,6 +170,11 @@ def bucket_layout(sizes: Sequence[int], shares: int) -> tuple[list[int], int]:
 def matrix_work(shape: tuple[int, ...]) -> int:
     """Return the multiplications in the smaller product of a matrix with its transpose."""
     return math.prod(shape) * min(shape)
+
+
+def matrices_at_once(rule: MatrixRule, numel: int) -> int:
+    """Return how many matrices of `numel` elements a rule transforms together."""
+    return max(1, BATCH_ELEMENTS // numel) if rule.batched else 1
 
 
 def spread(work: Sequence[int], ranks: int) -> list[int]:

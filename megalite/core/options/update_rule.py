@@ -103,9 +103,11 @@ class MatrixRule(UpdateRule):
 
     Attributes:
         others: name of the update rule of embeddings, output layer, norms and biases.
+        batched: whether `transform` also takes matrices of one shape together, fp32 [n, out, in].
     """
 
     others: ClassVar[str] = "adamw"
+    batched: ClassVar[bool] = False
 
     @abstractmethod
     def direction(self, share: Share, cfg: Any) -> None:

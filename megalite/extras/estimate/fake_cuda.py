@@ -68,6 +68,7 @@ def fake_cuda() -> Iterator[torch.device]:
         modes.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
         # torch 2.15 prefers cuDNN for documents and windows where it is; its products are FlashAttention's.
         modes.enter_context(mock.patch.object(torch.backends.cudnn, "version", return_value=None))
+        modes.enter_context(mock.patch.object(torch.backends.cuda, "can_use_cudnn_attention", return_value=False))
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(_Substitutes())
         yield torch.device("cuda", 0)

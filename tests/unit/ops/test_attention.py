@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn import functional as F
+from torch.nn.attention import varlen
+from torch.overrides import TorchFunctionMode
 
 from megalite.core.batch import Documents, Mask
 from megalite.core.ops import Ops, resolve
+from megalite.core.ops import attention as op
+from megalite.extras.estimate.fake_cuda import fake_cuda
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +139,60 @@ def test_a_document_neither_sees_nor_moves_the_others(ops: Ops, window: int | No
     for grad in torch.autograd.grad(out.square().sum(), (q, k, v)):
         assert not grad[:, :, :3].any()
         assert not grad[:, :, 7:].any()
+
+
+class Recorded(TorchFunctionMode):
+    """Notes for each call of torch's attention the width of its values and the kernels that it may take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, list[str]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        q, _, v, *_ = args
+        names = ("flash", "mem_efficient", "math", "cudnn")
+        enabled = [name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
+        self.calls.append((v.shape[-1], enabled))
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_cudnn_gets_values_as_wide_as_they_are_where_it_takes_them(takes: bool) -> None:
+    """Latent attention: padded to the width of the keys, they cost a fifth more FLOPs and a copy that is kept."""
+    answer = mock.Mock(return_value=takes)
+    with fake_cuda() as device, mock.patch.object(torch.backends.cuda, "can_use_cudnn_attention", answer):
+        q, k, v = (torch.empty(2, 4, 16, width, device=device, dtype=torch.bfloat16) for width in (24, 24, 16))
+        with Recorded() as recorded:
+            assert op.attention(q, k, v, Mask()).shape == v.shape
+            assert op.attention(q, k, k, Mask()).shape == q.shape
+    (width, kernels), (_, usual) = recorded.calls
+    assert width == (16 if takes else 24)
+    assert (kernels == ["cudnn"]) == takes
+    assert len(usual) > 1
+    assert answer.call_count == 1
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_documents_with_groups_repeat_no_key(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.13 `varlen_attn` has no `enable_gqa`, and its kernel takes groups all the same."""
+    seen: list[tuple[int, Any]] = []
+
+    def before_2_13(q: Tensor, k: Tensor, *args: Any, scale: Any = None, window_size: Any = None) -> Tensor:
+        seen.append((k.shape[1], None))
+        return torch.empty_like(q)
+
+    def from_2_13_on(
+        q: Tensor, k: Tensor, *args: Any, scale: Any = None, window_size: Any = None, enable_gqa: bool = False
+    ) -> Tensor:
+        seen.append((k.shape[1], enable_gqa))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(varlen, "varlen_attn", from_2_13_on if asks else before_2_13)
+    op._varlen_asks_for_groups.cache_clear()
+    with fake_cuda() as device:
+        q, k, v = (torch.empty(2, heads, 16, 32, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        assert op.attention(q, k, v, Mask(5)).shape == q.shape
+    op._varlen_asks_for_groups.cache_clear()
+    assert seen == [(2, True if asks else None)]

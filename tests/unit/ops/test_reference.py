@@ -28,6 +28,10 @@ _COS, _SIN = _x(3, 2, seed=8).detach(), _x(3, 2, seed=9).detach()
 GRADCHECKS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "rmsnorm": (lambda o, x, w: o.rmsnorm(x, w, 1e-5), (_x(3, 2, 5), _x(5, seed=1))),
     "add_rmsnorm": (lambda o, x, r, w: o.add_rmsnorm(x, r, w, 1e-5), (_x(3, 5), _x(3, 5, seed=1), _x(5, seed=2))),
+    "qk_rmsnorm": (
+        lambda o, x, q, k: o.qk_rmsnorm(x, q, k, 1e-5, 4, 2),
+        (_x(3, 2, 8, 6), _x(6, seed=1), _x(6, seed=2)),
+    ),
     "layernorm": (lambda o, x, w, b: o.layernorm(x, w, b, 1e-5), (_x(3, 5), _x(5, seed=1), _x(5, seed=2))),
     "add_layernorm": (
         lambda o, x, r, w, b: o.add_layernorm(x, r, w, b, 1e-5),
@@ -57,6 +61,7 @@ def test_gradients_by_finite_differences(ops: Ops, name: str) -> None:
     [
         ("rmsnorm", 1.1),
         ("add_rmsnorm", 1.1),
+        ("qk_rmsnorm", 1.1),
         ("swiglu", 2.0),
         ("weighed swiglu", 2.1),
         ("gelu", 1.1),
@@ -72,6 +77,7 @@ def test_little_is_kept_for_backward(ops: Ops, name: str, limit: float) -> None:
     runs: dict[str, Callable[[], Any]] = {
         "rmsnorm": lambda: ops.rmsnorm(x, w, 1e-5),
         "add_rmsnorm": lambda: ops.add_rmsnorm(x, x * 1.0, w, 1e-5)[0],
+        "qk_rmsnorm": lambda: ops.qk_rmsnorm(x.view(64, 4, 4, 16), w[:16], w[:16], 1e-5, 2, 1),
         "swiglu": lambda: ops.swiglu(x),
         "weighed swiglu": lambda: ops.swiglu(x, torch.ones(64, 4, requires_grad=True)),
         "gelu": lambda: ops.gelu(x),

@@ -37,6 +37,8 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
         "norm_backward": (x, x.clone(), x.clone(), w, r(0), rstd, r(16), None, False, False),
         "triton_norm": (x, x.clone(), w, w.clone(), 1e-5),
         "triton_norm_backward": (x, x.clone(), x.clone(), w, mean, rstd, r(16), r(16), True, False),
+        "triton_qk_norm": (heads, r(8), r(8), 1e-5, 4, 1),
+        "triton_qk_norm_backward": (heads, heads.clone(), r(8), r(8), r(30), r(8), r(8), 4, 1, True, False),
         "rope_": (heads, table, table.clone(), 4),
         "rope": (heads, table, table.clone(), False),
         "rope_pack": (r(3, 2, 4, 8), r(3, 2, 1, 8), r(3, 2, 1, 8), table, table.clone()),
@@ -116,27 +118,36 @@ def test_launches_of_backward(ops: Ops, backend: str, device: str, monkeypatch: 
     """Nothing is filled, summed, cast, added or copied besides."""
     if "triton" not in backend:
         pytest.skip("kernels of the Triton backend")
-    from megalite.core.parts.kernels.triton import norm, rope
+    from megalite.core.parts.kernels.triton import norm, qk_norm, rope
 
     launches: list[str] = []
-    for module in (norm, rope):
+    for module in (norm, qk_norm, rope):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, _Counted(getattr(module, name), name, launches))
-    weight = ShardedParameter.empty(Shard(ParamSpec("w", (16,)), Layout()), torch.float32, torch.device(device))
-    weight.data.fill_(1.0)
-    weight.main_grad = torch.zeros(16, device=device)
+    weights = []
+    for name in ("w", "q", "k"):
+        weight = ShardedParameter.empty(Shard(ParamSpec(name, (16,)), Layout()), torch.float32, torch.device(device))
+        weight.data.fill_(1.0)
+        weight.main_grad = torch.zeros(16, device=device)
+        weights.append(weight)
     x, dy = torch.randn(2, 3, 2, 4, 16, device=device)
     cos = torch.randn(3, 8, device=device)
     runs = {
-        "norm": (lambda x: ops.rmsnorm(x, weight, 1e-5), ["norm_backward_kernel", "norm_finish_kernel"]),
+        "norm": (lambda x: ops.rmsnorm(x, weights[0], 1e-5), ["norm_backward_kernel", "norm_finish_kernel"]),
+        "norms of heads": (
+            lambda x: ops.qk_rmsnorm(x, *weights[1:], 1e-5, 2, 1),
+            ["qk_norm_backward_kernel", *2 * ["norm_finish_kernel"]],
+        ),
         "rope": (lambda x: ops.rope_qkv(x * 1.0, cos, cos, 2, 1)[0], ["rope_pack_kernel"]),
     }
     for run, expected in runs.values():
+        launches.clear()
         y = run(x.clone().requires_grad_())
+        assert len(launches) == 1
         launches.clear()
         with torch.autograd.profiler.profile() as profile:
             y.backward(dy[:, :, : y.shape[2]])
         assert launches == expected
         seen = {event.name for event in profile.function_events or ()}
-        if run is runs["norm"][0]:
-            assert not seen & {"aten::fill_", "aten::zero_", "aten::sum", "aten::add_", "aten::_to_copy"}
+        if run is not runs["rope"][0]:
+            assert not seen & {"aten::fill_", "aten::zero_", "aten::sum", "aten::add_", "aten::_to_copy", "aten::cat"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from megalite.core.base.errors import UserError
 from megalite.core.batch import Mask
 from megalite.core.ops.attention import attention
-from megalite.core.ops.sdpa import KERNELS, AttentionCase, select
+from megalite.core.ops.sdpa import KERNELS, AttentionCase, flash_version, select
 from tests.parity import jobs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -87,3 +88,38 @@ def test_efficient_attention_has_a_key_for_every_query(monkeypatch: pytest.Monke
         assert torch.equal(keys[:, head], k[:, head // 2])
         assert torch.equal(values[:, head], 2 * k[:, head // 2])
     assert [x.shape[1] for x in grouped[:2]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "deterministic", "fault", "version"),
+    [
+        (True, (9, 0), False, None, 3),
+        (False, (9, 0), False, None, 2),
+        (True, (10, 0), False, None, 2),
+        (True, (9, 0), True, None, 2),
+        (True, (9, 0), False, RuntimeError("does not expose FA3 backward kernels"), 2),
+    ],
+)
+def test_flash_attention_3_where_it_is_installed_on_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+    installed: bool,
+    capability: tuple[int, int],
+    deterministic: bool,
+    fault: Exception | None,
+    version: int,
+) -> None:
+    active: list[str] = []
+
+    def activate(name: str) -> None:
+        if fault is not None:
+            raise fault
+        active.append(name)
+
+    found = object() if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "flash_attn_interface" else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active[-1] if active else None)
+    case = AttentionCase(GPU, BF16, 64, deterministic=deterministic)
+    assert [flash_version(case) for _ in range(2)] == [version] * 2
+    assert active == ["FA3"] * (version == 3)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.core.ops.op import TORCH, Backend, Op
+from megalite.core.ops.rmsnorm import by_slices
 
 
 def _backend(extension: str, load: Callable[[Op], Mapping[str, Callable[..., Any]]]) -> Backend:
@@ -38,7 +40,8 @@ def _norms(op: Op) -> dict[str, Callable[..., Any]]:
         total = x + residual
         return norm(total, *rest), total
 
-    return {op.name: norm, f"add_{op.name}": add_norm}
+    functions: dict[str, Callable[..., Any]] = {op.name: norm, f"add_{op.name}": add_norm}
+    return functions | ({"qk_rmsnorm": partial(by_slices, rmsnorm)} if norm is rmsnorm else {})
 
 
 def _l2_norm(op: Op) -> dict[str, Callable[..., Any]]:

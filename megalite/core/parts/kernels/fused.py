@@ -26,8 +26,10 @@ from megalite.core.ops.delta_rule import Scan
 from megalite.core.ops.grouped import ends_of
 from megalite.core.ops.mixing import least_kept
 from megalite.core.ops.op import Backend, Missing, Op
+from megalite.core.ops.rmsnorm import by_slices
 from megalite.core.ops.weigh import weighed
 from megalite.core.parts.kernels import cpp, cuda, native
+from megalite.core.parts.kernels.qk_norm import QKNorm
 from megalite.core.sharding.parameter import ShardedParameter
 
 # Numbers of activations in the kernels' schemas; only Triton has the clamped one.
@@ -315,6 +317,16 @@ def add_rmsnorm(
 ) -> tuple[Tensor, Tensor]:
     """Run `add_rmsnorm` in one kernel each way."""
     return _Norm.apply(x, residual, weight, None, eps, kernels, group)
+
+
+def qk_rmsnorm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_heads: int, num_kv_heads: int, *, kernels: str
+) -> Tensor:
+    """Run `qk_rmsnorm` in one kernel each way, in Triton; elsewhere queries and keys apart."""
+    if kernels == "triton":
+        return QKNorm.apply(qkv, q_weight, k_weight, eps, num_heads, num_kv_heads)
+    norm = partial(rmsnorm, kernels=kernels)
+    return by_slices(norm, qkv, q_weight, k_weight, eps, num_heads, num_kv_heads)
 
 
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, kernels: str, group: int = 0) -> Tensor:

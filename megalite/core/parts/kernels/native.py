@@ -66,6 +66,19 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
         "Tensor(b!)? dbias, bool add_weight, bool add_bias) -> Tensor dx",
         _norm_backward,
     ),
+    "qk_norm": (
+        "(Tensor qkv, Tensor q_weight, Tensor k_weight, float eps, int num_heads, int num_kv_heads) "
+        "-> (Tensor y, Tensor rstd)",
+        lambda qkv, q, k, eps, heads, kv: (
+            qkv.new_empty(qkv.shape),
+            qkv.new_empty(qkv.numel() // qkv.shape[-1] // (heads + 2 * kv) * (heads + kv), dtype=torch.float32),
+        ),
+    ),
+    "qk_norm_backward": (
+        "(Tensor dy, Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor rstd, Tensor(a!) dq_weight, "
+        "Tensor(b!) dk_weight, int num_heads, int num_kv_heads, bool add_q, bool add_k) -> Tensor dqkv",
+        lambda dy, qkv, *rest: qkv.new_empty(qkv.shape),
+    ),
     # kind: as in `fused.KINDS`.
     "glu": (
         "(Tensor gate_up, int kind) -> Tensor",

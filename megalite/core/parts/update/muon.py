@@ -45,6 +45,7 @@ class Muon(MatrixRule):
     about = "orthogonalized momentum of the blocks' matrices, AdamW for everything else"
     states = ("exp_avg",)
     options = MuonOptions
+    batched = True
     width_power = 0.5  # an update grows with the square root of the width already
 
     def check_optim(self, cfg: Any) -> None:
@@ -58,9 +59,9 @@ class Muon(MatrixRule):
         grad.lerp_(momentum, cfg.muon_momentum)
 
     def transform(self, matrix: Tensor, cfg: Any) -> Tensor:
-        """Orthogonalize a matrix, and scale it to AdamW's root mean square."""
+        """Orthogonalize matrices [..., out, in], and scale them to AdamW's root mean square."""
         x = matrix if cfg.muon_ns == "fp32" else matrix.bfloat16()
-        return orthogonalized(x, cfg.muon_ns_steps).to(matrix.dtype).mul_(0.2 * math.sqrt(max(matrix.shape)))
+        return orthogonalized(x, cfg.muon_ns_steps).to(matrix.dtype).mul_(0.2 * math.sqrt(max(matrix.shape[-2:])))
 
     def transform_dtype(self, cfg: Any) -> str:
         return str(cfg.muon_ns)
@@ -77,16 +78,17 @@ class Muon(MatrixRule):
 
 
 def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """Make the singular values of a matrix [out, in] about 1 (0.7 to 1.2 after five steps), in its dtype."""
+    """Make the singular values of matrices [..., out, in] about 1 (0.7 to 1.2 after five steps), in their dtype."""
     a, b, c = COEFFICIENTS
-    wide = matrix.shape[0] <= matrix.shape[1]
-    x = matrix if wide else matrix.T
-    x = x / x.norm().clamp(min=_EPS)
+    wide = matrix.shape[-2] <= matrix.shape[-1]
+    x = matrix if wide else matrix.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    add_product = type(x).baddbmm if x.dim() > 2 else type(x).addmm
     for _ in range(steps):
-        square = x @ x.T
-        polynomial = square.addmm(square, square, beta=b, alpha=c)
-        x = x.addmm(polynomial, x, beta=a)
-    return x if wide else x.T
+        square = x @ x.mT
+        polynomial = add_product(square, square, square, beta=b, alpha=c)
+        x = add_product(x, polynomial, x, beta=a)
+    return x if wide else x.mT
 
 
 RULE = Muon()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megalite.core.mesh.grid import Grid
 from megalite.core.model.parameters import param_map
-from megalite.core.optim.shares import group_among, matrix_work, spread
+from megalite.core.optim.shares import group_among, matrices_at_once, matrix_work, spread
 from megalite.core.options.model import ModelConfig
 from megalite.core.options.update_rule import RULES, MatrixRule
 from megalite.core.sharding.shard import matrices_in
@@ -99,17 +99,23 @@ def _whole_by_unit(model: ModelConfig) -> Counter[str]:
 
 
 def update_bytes(cfg: Config, placed: Placed) -> int:
-    """Compute the peak bytes of an update beside the states: matrices on the way to their owners, and one at work."""
-    if not placed.parts:
+    """Compute the peak bytes of an update beside the states: matrices on the way to their owners, and those at work."""
+    rule = RULES[cfg.optim.optimizer]
+    if not isinstance(rule, MatrixRule) or not placed.parts:
         return 0
     tp, shares = placed.tp, _shares(cfg, placed)
-    owned = max(sum(map(_numel, parts)) for parts in _owned(placed.parts, tp * shares))
+    of_ranks = _owned(placed.parts, tp * shares)
+    owned = max(sum(map(_numel, parts)) for parts in of_ranks)
     # Sent and received beside what was received before; nothing is copied for an axis of one rank.
     copies = (3 if tp * shares > 1 else 0) + (1 if tp > 1 and shares > 1 else 0)
+    alike = Counter[tuple[tuple[int, ...], ...]]()
+    for parts in of_ranks:
+        alike |= Counter(map(tuple, parts))
     # Of several in turns, all are in memory beside a copy of the one at work.
     at_work = max(
-        (4 * _numel(part) if len(part) > 1 else 0) + 12 * math.prod(shape) + 8 * min(shape) ** 2
-        for part in placed.parts
+        min(count, matrices_at_once(rule, _numel(part)))
+        * ((4 * _numel(part) if len(part) > 1 else 0) + 12 * math.prod(shape) + 8 * min(shape) ** 2)
+        for part, count in alike.items()
         for shape in part
     )
     return max(4 * copies * owned, at_work + 4 * max(0, copies - 2) * owned)
@@ -134,7 +140,7 @@ def _owned(parts: Sequence[Part], ranks: int) -> list[list[Part]]:
     return owned
 
 
-def _numel(part: Part) -> int:
+def _numel(part: Sequence[tuple[int, ...]]) -> int:
     return sum(map(math.prod, part))
 
 

@@ -242,7 +242,8 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | 
     return _forward_codes(x, residual, weight, bias, eps, 0)[:4]
 
 
-def _finish(partial: Tensor, out: Tensor, add: bool) -> None:
+def finish(partial: Tensor, out: Tensor, add: bool) -> None:
+    """Sum rows, fp32 [rows, width], to or into `out` [width]."""
     rows, width = partial.shape
     norm_finish_kernel[(triton.cdiv(width, FINISH_WIDTH),)](
         partial, out, rows, width, ADD=add, BLOCK_ROWS=FINISH_ROWS, BLOCK=FINISH_WIDTH, num_warps=4, **FUSE
@@ -290,9 +291,9 @@ def _backward(
             num_warps=warps,
             **FUSE,
         )
-    _finish(for_weight, dweight, add_weight)
+    finish(for_weight, dweight, add_weight)
     if dbias is not None:
-        _finish(for_bias, dbias, add_bias)
+        finish(for_bias, dbias, add_bias)
     return dx.view(x.shape)
 
 

@@ -46,9 +46,9 @@ class Attention(nn.Module):
         self.sinks = layers.param(f"{name}.sinks") if cfg.attention_sinks else None
         self.qkv_proj = layers.column(f"{name}.qkv_proj")
         self.o_proj = layers.row(f"{name}.o_proj")
-        self.qk_norm, self.l2_norm = cfg.qk_norm in ("head", "full"), cfg.qk_norm == "l2" and cfg.has_rope(index)
-        self.rmsnorm, self.eps = layers.ops.rmsnorm, cfg.norm_eps
-        if self.qk_norm:
+        self.qk_norm = cfg.qk_norm if cfg.qk_norm != "l2" or cfg.has_rope(index) else "none"
+        self.rmsnorm, self.qk_rmsnorm, self.eps = layers.ops.rmsnorm, layers.ops.qk_rmsnorm, cfg.norm_eps
+        if self.qk_norm in ("head", "full"):
             self.q_norm = QKNorm(layers, f"{name}.q_norm")
             self.k_norm = QKNorm(layers, f"{name}.k_norm")
 
@@ -79,10 +79,12 @@ class Attention(nn.Module):
             q, kv = qkv.split((2 * n * d, 2 * g * d), dim=-1)
             q, gate = q.unflatten(-1, (n, 2, d)).unbind(-2)
             qkv, gate = torch.cat((q.flatten(-2), kv), dim=-1), gate.flatten(-2)
-        if self.qk_norm:
+        if self.qk_norm == "full":
             q, k, v = qkv.split((n * d, g * d, g * d), dim=-1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         qkv = qkv.view(seq, batch, n + 2 * g, d)
+        if self.qk_norm == "head":
+            qkv = self.qk_rmsnorm(qkv, self.q_norm.scale, self.k_norm.scale, self.eps, n, g)
         if rope is None or len(rope) == 1:
             parts = qkv.split((n, g, g), dim=2)
         else:
@@ -92,7 +94,7 @@ class Attention(nn.Module):
             # Tables of their own for the tokens of each sample have S B rows: to the op, a sequence of that length.
             parts = self.rope_qkv(packed.view(len(rope[0]), -1, n + 2 * g, d), *rope, n, g)
         q, k, v = (t.view(seq, batch, -1, d) for t in parts)
-        if self.l2_norm:
+        if self.qk_norm == "l2":
             q, k = (self.rmsnorm(x, x.new_ones(d), self.eps) for x in (q, k))
         if self.biases is not None:
             q, k, v = self._with_biases(q, k, v, rope)
@@ -123,23 +125,23 @@ class Attention(nn.Module):
 class QKNorm(nn.Module):
     """RMSNorm of queries or keys: per head (weight [D]) or over the whole projection, which is split over ranks."""
 
+    uncompiled = ("forward",)
+
     def __init__(self, layers: Layers, name: str) -> None:
         super().__init__()
         self.weight, self.eps = layers.param(f"{name}.weight"), layers.cfg.norm_eps
-        self.per_head, self.head_dim = layers.cfg.qk_norm == "head", layers.cfg.head_size
-        self.rmsnorm = layers.ops.rmsnorm
         self.tp = layers.tp
         self.zero_centered = layers.cfg.zero_centered_norm
-        self.uncompiled = () if self.per_head else ("forward",)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """What is multiplied by."""
+        return norm_scale(self.weight, self.zero_centered)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize local queries or keys of all heads, [S, B, heads D]; the result has the same shape."""
-        weight = norm_scale(self.weight, self.zero_centered)
-        if self.per_head:
-            heads = x.reshape(*x.shape[:-1], -1, self.head_dim)
-            return self.rmsnorm(heads, weight, self.eps).view(x.shape)
+        """Normalize local queries or keys of all heads together, [S, B, heads D]; the result has the same shape."""
         # The mean square spans the heads of all ranks, and its gradient comes back from all of them.
         tp, wide = self.tp, x.float()
         square_sum = collectives.reduce_from(wide.square().sum(-1, keepdim=True), tp)
         scale = torch.rsqrt(collectives.copy_to(square_sum, tp) / (x.shape[-1] * tp.size) + self.eps)
-        return ((wide * scale).to(x.dtype) * weight).to(x.dtype)
+        return ((wide * scale).to(x.dtype) * self.scale).to(x.dtype)
