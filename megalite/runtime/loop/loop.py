@@ -21,7 +21,7 @@ from megalite.runtime.checkpoint.pruning import ranked
 from megalite.runtime.checkpoint.save import SaveError
 from megalite.runtime.loop.evaluate import evaluate
 from megalite.runtime.loop.rewind import rewind
-from megalite.runtime.loop.run import Run, keep_copy, save
+from megalite.runtime.loop.run import Run, finish_copy, keep_copy, save
 from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.names import step_folders
 from megalite.runtime.record.device_report import DeviceReport
@@ -140,6 +140,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
             run.heartbeat.beat("between steps", run.step, IDLE)
             yield record
             if pauses:
+                finish_copy(run)
                 run.companion.pause()
     if progress.bad_steps and result.skipped:
         run.heartbeat.beat("last save", run.step, CHILDREN)
@@ -148,6 +149,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
             f"stopped after step {run.step}, whose update was skipped; nothing was saved after step "
             f"{progress.saved_at}: the same command resumes from there"
         )
+    finish_copy(run)
     if progress.saved_at != run.step:
         save_now(run, progress)
     run.heartbeat.beat("last save", run.step, CHILDREN)
@@ -210,6 +212,8 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     scalars = {**engine.optimizer.scalars(), **engine.scaler.scalars()}
 
     train = partial(train_step, engine, batch, step, stop=stop, failed=failure is not None, loss_limit=run.spikes.limit)
+    if run.copies is not None:
+        train = partial(train, before_status=run.copies.finish)
 
     def once() -> StepResult:
         return progress.tensors.watch(step, train)
@@ -325,6 +329,7 @@ def follow_up(run: Run, progress: Progress) -> None:
     # The last step's too, which the save may be judged by, unless it were the first that could fail.
     proved = bool(cfg.run.eval_every) and (run.evaluated[0] >= 0 or cfg.run.keep_best > 0)
     if is_evaluated(run) or (proved and run.step == cfg.train.train_steps):
+        finish_copy(run)  # the next step is far
         evaluate(run)
     progress.failure = save_failure(run)
     save_if_due(run, progress)
