@@ -148,7 +148,8 @@ class Case:
             visible = None
             if block.masked:
                 positions = torch.arange(end, device=q.device) if positions is None else positions
-                visible = self.visible(*(positions[at.start : at.stop] for at in (rows, columns)), window)
+                queries, keys = (positions[at.start : at.stop] for at in (rows, columns))
+                visible = self.visible(queries, keys, window)
             kept = {} if drop is None else {"keep": drop.keep(rows, columns, q.shape[1]), "rate": drop.rate}
             yield block, {"visible": visible, "causal": block.causal, **self.options, **kept}
 
