@@ -30,6 +30,7 @@ from megalite.runtime.record.fp8_amax import Fp8Amax
 from megalite.runtime.record.step_record import log_batch_size, step_record
 from megalite.runtime.record.tensor_stats import TensorStats
 from megalite.runtime.recover.hub_base import UNFINISHED
+from megalite.runtime.recover.interval import Interval
 from megalite.runtime.recover.local_gradients import LocalGradients
 from megalite.runtime.recover.replay import is_bad, replay
 from megalite.runtime.start.exit import DivergenceError, leave_unfinished, raise_together
@@ -56,6 +57,7 @@ class Progress:
         experts: warns of experts that nobody uses.
         expert_tokens: writes down the tokens of every expert.
         tensors: statistics of `--tensor-stats`, and what was not finite first.
+        interval: steps between copies.
         gradients: what tells faults of hardware from bad data; None without `--recover`.
         begun: step after which this process started.
         saved_at: step of the last save.
@@ -74,6 +76,7 @@ class Progress:
     begun: int
     saved_at: int
     started: float
+    interval: Interval
     gradients: LocalGradients | None = None
     bad_steps: int = 0
     failure: Exception | None = None
@@ -120,7 +123,8 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     engine = run.engine
     watches = StragglerReport(engine.ctx), DeviceReport(engine.ctx, run.gpu), Fp8Amax(engine)
     watched = ExpertWatch(engine.cfg.model), ExpertTokens(engine), TensorStats(engine)
-    progress = Progress(*watches, *watched, run.step, saved_at, stop=run.only_saves, started=run.companion.began)
+    begun, interval = run.companion.began, Interval(cfg.run.recover_every)
+    progress = Progress(*watches, *watched, run.step, saved_at, begun, interval, stop=run.only_saves)
     progress.gradients = LocalGradients(engine) if run.copies else None
     with closing(PeriodicCollector()) as garbage:
         catch_up(run, progress)
@@ -132,7 +136,8 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
             count_bad_steps(run, result, progress)
             # After a bad step there is no state to go on from.
             pauses &= not progress.bad_steps and run.step < cfg.train.train_steps
-            if not progress.bad_steps and (pauses or run.step % cfg.run.recover_every == 0):
+            due = run.copies is not None and progress.interval.is_due(run.step, time.monotonic(), run.engine.ctx)
+            if not progress.bad_steps and (pauses or due):
                 keep_copy(run)
             if not pauses:
                 follow_up(run, progress)

@@ -20,7 +20,7 @@ from megalite.core.options.parallel import ParallelConfig
 from megalite.core.options.train import TrainConfig
 from megalite.core.step import train_step
 from megalite.runtime.options.run import Config, RunConfig
-from megalite.runtime.recover import copies, rehearse, restore, side_stream
+from megalite.runtime.recover import copies, interval, rehearse, restore, side_stream
 from megalite.runtime.recover.copies import Copies
 from megalite.runtime.recover.member import GuardedRank
 from megalite.runtime.recover.messages import Commit, Kept, Loaded, Turn, Void
@@ -289,3 +289,21 @@ def test_memory_that_gpus_have_to_spare(monkeypatch: pytest.MonkeyPatch, gpus: l
     monkeypatch.setattr(device.ctypes, "CDLL", lambda name: driver)
     assert device.spare_gpu_memory() == spare
     assert driver.closed
+
+
+@pytest.mark.parametrize(("added", "steps"), [(-0.3, 1), (0.0, 1), (0.02, 1), (0.021, 2), (0.5, 25)])
+def test_copies_are_as_rare_as_they_take(monkeypatch: pytest.MonkeyPatch, added: float, steps: int) -> None:
+    """By the time from a step to the next with and without a copy; another rank may have less to copy."""
+    monkeypatch.setattr(interval, "gather_texts", lambda text, *_: [text, "-1.0"])
+    chosen, now, due = interval.Interval(0), 0.0, list[bool]()
+    for step in range(1, 40):
+        due.append(chosen.is_due(step, now, ParallelContext.single()))
+        now += (10.0 if step == 9 else 1.0) + added * due[-1] + 5.0 * (step < 4)  # an odd step, and the first ones
+    assert due[:8] == [True] * 5 + [False, True, False]
+    assert chosen.steps == steps
+    assert due[17:] == [step % steps == 0 for step in range(18, 40)]
+
+
+def test_copies_as_often_as_asked_for() -> None:
+    every = interval.Interval(3)
+    assert [every.is_due(step, 0.0, ParallelContext.single()) for step in range(1, 7)] == [False, False, True] * 2
