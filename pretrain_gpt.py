@@ -60,7 +60,8 @@ def main(
             become_guard(parsed.config.run.spare_ranks)
         who = partial(identify, parsed.config, train_data, valid_data, identity_of_tasks)
         folder = folder_of_hubs(parsed.config)
-        companion.wait_for_turn(partial(find_hub, folder), rehearse, who, parsed.config.run.elastic, folder)
+        prepare = partial(rehearse, parsed.config)
+        companion.wait_for_turn(partial(find_hub, folder), prepare, who, parsed.config.run.elastic, folder)
     cfg = settle_layout(parsed)
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.

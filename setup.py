@@ -19,7 +19,7 @@ import sysconfig
 from pathlib import Path
 
 import setuptools
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 try:
@@ -27,8 +27,8 @@ try:
 except ImportError:  # not in a build environment that pip made
     pybind11 = None
 
-if int(setuptools.__version__.split(".")[0]) < 77:
-    # pip brings its own; images with torch 2.11 have 70, which fails over the license in pyproject.toml.
+OLD = int(setuptools.__version__.split(".")[0]) < 77
+if OLD and "build_ext" not in sys.argv:
     sys.exit(f"error: setuptools {setuptools.__version__} is too old; pip install 'setuptools>=77'")
 
 ROOT = Path(__file__).parent.resolve()
@@ -130,4 +130,17 @@ class BuildNative(build_ext):
             part.replace(target)
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative})
+class WithoutMetadata(Distribution):
+    """For build_ext with an old setuptools, which fails over the license in pyproject.toml. pip brings its own; images
+    with torch 2.11 have 70, and the machine may have no network.
+    """
+
+    def parse_config_files(self, *args: object, **kwargs: object) -> None:
+        """Read nothing."""
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildNative},
+    distclass=WithoutMetadata if OLD else Distribution,
+)

@@ -108,7 +108,7 @@ def linear_products(model: str, device: torch.device) -> dict[str, Any]:
     """Return TFLOP/s of the three products of every linear layer in bf16, the weight gradient's into fp32."""
     tokens, divisor = (16384 if model == "1b" else 8192, 1) if device.type == "cuda" else (64, 64)
     ops = resolve("auto", device, _BF16)
-    found: dict[str, Any] = {"tokens": tokens}
+    found: dict[str, Any] = {"tokens": tokens, "ran": [ops.describe()]}
     for name, sizes in _LAYERS[model].items():
         n, k = (size // divisor for size in sizes)
         x, w, dy = (torch.randn(*s, device=device, dtype=_BF16) for s in ((tokens, k), (n, k), (tokens, n)))
@@ -226,7 +226,7 @@ def attend(device: torch.device) -> dict[str, Any]:
     k, v = (torch.randn(1, heads // 4, seq, width, device=device, dtype=_BF16) for _ in range(2))
     place = torch.arange(seq, device=device)
     window = (place[:, None] >= place) & (place[:, None] - place < seq // 4)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"ran": [ops.describe()]}
     for name, options in (("causal", {"causal": True}), ("window", {"visible": window[None, None]})):
         out, lse = ops.attend(q, k, v, **options)
         found[f"{name}_forward_ms"] = seconds_of(partial(ops.attend, q, k, v, **options), device) * 1e3

@@ -68,6 +68,7 @@ def step_row(flags: str, micro_batch: int, device: torch.device, steps: int = 5)
         "times_ms": [round(t * 1e3, 1) for t in times],
         **{key: measured[key] for key in ("tokens_per_s", "mfu_causal", "mfu_full")},
         "planned_gib": memory_per_rank(cfg, Grid.of(1))[0].total / 2**30,
+        "ran": [engine.optimizer.ops.describe()],
     }
     if device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -106,7 +107,7 @@ def host_row(flags: str, micro_batch: int, device: torch.device) -> dict[str, An
     functions = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
     own = sorted(((t, n, key) for key, (_, n, t, _, _) in functions.items()), reverse=True)
     shown = [[f"{Path(file).name}:{line} {name}", round(t * 1e3, 2), n] for t, n, (file, line, name) in own[:30]]
-    return {"profiled_ms": wall * 1e3, "functions": shown}
+    return {"profiled_ms": wall * 1e3, "functions": shown, "ran": [engine.optimizer.ops.describe()]}
 
 
 def gaps(events: Sequence[tuple[float, float, str]]) -> dict[str, Any]:

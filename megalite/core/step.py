@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,7 @@ def train_step(
     stop: bool = False,
     failed: bool = False,
     loss_limit: float = math.inf,
+    before_status: Callable[[], None] | None = None,
 ) -> StepResult:
     """Run optimizer step `step` (from 1) on this dp rank's samples.
 
@@ -67,6 +68,8 @@ def train_step(
         failed: this rank cannot continue: its data could not be read (`batch` is a placeholder), or its last save
             failed. All ranks learn this from the same all-reduce.
         loss_limit: a mean loss above it is a spike, and the update is skipped.
+        before_status: called once forward and backward are queued: no state has changed yet, and no rank updates its
+            own before all have called it.
     """
     cfg = engine.cfg
     scale = engine.scaler.scale
@@ -74,6 +77,8 @@ def train_step(
     # Gradients are of the loss sum divided by the tokens of the largest batch; the true weight comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
     loss_sum = forward_backward(engine, rows, step, scale / full)
+    if before_status is not None:
+        before_status()
     sums = status_of(engine, loss_sum, rows, failed)
     sums.add("squared norm", engine.optimizer.finish_grads())
     sums.add("stops", stop)

@@ -124,6 +124,7 @@ def test_every_row_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name, row in found.items():
         kind = name.partition(":")[0]
         assert row.get(figures.get(kind, "seconds")), name
+        assert kind not in ("step", "host", "products") or "torch: " in row["ran"][0], name  # what has run
     code, more = main(tmp_path, monkeypatch, "--only", "model: qwen3-moe", "kernels: auto bf16 1/4")
     assert code == 0
     assert {**found, **more} == more

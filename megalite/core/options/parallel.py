@@ -40,8 +40,7 @@ class ParallelConfig:
     """Ranks that each expert is sharded over: those of tp, or 1 for whole experts (requires sequence parallelism)."""
     moe_dispatch: Literal["alltoall", "allgather", "auto"] = "alltoall"
     """How tokens reach experts of other ranks. alltoall: each is sent to its experts; allgather: all tokens go to
-    all ranks of --ep, which keeps --ep times the outputs of experts; auto: what sends less, allgather where --ep is
-    below --moe-topk."""
+    all ranks of --ep; auto: what is estimated to take less time, allgather where --ep is at most --moe-topk."""
     moe_overlap: bool = False
     """Run a forward pass beside the backward pass of another micro-batch, so that tokens travel to experts and back
     while the other pass computes; a rank then holds the activations of more micro-batches. Takes a schedule that

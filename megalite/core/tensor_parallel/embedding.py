@@ -17,17 +17,21 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: ShardedParameter, tokens: torch.Tensor, first: int) -> torch.Tensor:
+        ctx.weight = weight
+        if first == 0 and len(weight) >= weight.shard.spec.shape[0]:  # the whole table
+            ctx.save_for_backward(tokens, None)
+            return nn.functional.embedding(tokens, weight)
         local = tokens - first
-        elsewhere = (local < 0) | (local >= weight.shape[0])
+        elsewhere = (local < 0) | (local >= len(weight))
         local = local.masked_fill_(elsewhere, 0)
         ctx.save_for_backward(local, elsewhere)
-        ctx.weight = weight
         return nn.functional.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, None, None]:
         local, elsewhere = ctx.saved_tensors
-        rows = dy.masked_fill(elsewhere.unsqueeze(-1), 0.0).reshape(-1, dy.shape[-1]).float()
+        dy = dy if elsewhere is None else dy.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        rows = dy.reshape(-1, dy.shape[-1]).float()
         grad = ctx.weight.main_grad
         if not ctx.weight.has_grad:
             grad.zero_()  # most rows receive no gradient

@@ -159,7 +159,7 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
             log=list(log),
             first=first,
             syncs=syncs,
-            one_queue=wants_one_queue(cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload),
+            one_queue=wants_one_queue(cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload, cfg.run.recover),
         )
 
 

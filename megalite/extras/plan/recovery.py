@@ -16,11 +16,10 @@ from megalite.extras.plan.lost_hosts import grid_without
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.memory.states import copies_of
 from megalite.runtime.options.run import Config
+from megalite.runtime.recover.interval import steps_between
 
 # Assumed, on GPUs: from a failure to the next step out of copies in memory, and out of a checkpoint on disk.
 RECOVERY_S, RESTART_S = 10.0, 60.0
-# Assumed bytes/s of a GPU's copies to memory that is not page-locked, as a guard's is not: measured by nobody here.
-PAGEABLE = 6e9
 # Assumed with --elastic: until a lost host is back.
 RETURN_S = 3600.0
 # Between checkpoints, where --save-every says nothing.
@@ -35,7 +34,8 @@ def recovery_rows(cfg: Config, ranks: Sequence[RankMemory]) -> list[tuple[str, s
     copies = max(rank.copies for rank in ranks)
     size, unit = (2**30, "GiB") if copies >= 2**30 else (2**20, "MiB")
     onward = " and on to another host's" if cfg.run.recover == "host" else ""
-    when = "each step" if cfg.run.recover_every == 1 else f"every {cfg.run.recover_every} steps"
+    every = cfg.run.recover_every
+    when = {0: "as many steps as they take", 1: "each step"}.get(every, f"every {every} steps")
     text = (
         f"{cfg.run.recover}: after {when} a copy of {copies / count / size:.2f} {unit} per rank to the host's memory"
         f"{onward}; {copies / size:.2f} {unit} per rank for {count} of them"
@@ -46,9 +46,19 @@ def recovery_rows(cfg: Config, ranks: Sequence[RankMemory]) -> list[tuple[str, s
 def copy_seconds(copy: float, cluster: Cluster) -> tuple[float, float]:
     """Compute the seconds that a rank's copy of so many bytes takes to the host, and from there to another host.
 
-    The step waits for the first; the ranks of a host send at once, and share its links.
+    The ranks of a host send at once, and share its links.
     """
-    return copy / min(PAGEABLE, cluster.device.host_link), copy / cluster.network
+    return copy / cluster.device.host_link, copy / cluster.network
+
+
+def waits_for(near: float, cluster: Cluster, step: float) -> float:
+    """Compute the seconds that a run waits for a copy to the host, which a GPU makes beside the next step."""
+    return near if cluster.device.name == "cpu" else max(0.0, near - step)
+
+
+def steps_per_copy(cfg: Config, waited: float, step: float) -> int:
+    """Return `--recover-every`, or what a run would choose that waits so many seconds for a copy."""
+    return cfg.run.recover_every or steps_between(waited / step)
 
 
 def traffic(cfg: Config, ranks: Sequence[RankMemory], cluster: Cluster, step: float) -> list[str]:
@@ -67,11 +77,13 @@ def traffic(cfg: Config, ranks: Sequence[RankMemory], cluster: Cluster, step: fl
     here = min(cluster.host, cluster.gpus)
     near, far = copy_seconds(copies / count, cluster)
     line = f"--recover {cfg.run.recover}: at most {copies * here / 1e9:.1f} GB of host memory for the copies of {here} "
-    line += f"ranks; each step waits {near / cfg.run.recover_every:.2g} s more for one to the host (assumed: "
-    line += f"{PAGEABLE / 1e9:g} GB/s, not page-locked)"
+    waited = waits_for(near, cluster, step)
+    line += f"ranks; one takes {near:.2g} s to the host, for which each step waits "
+    every = steps_per_copy(cfg, waited, step)
+    line += f"{waited / every:.2g} s"
     if cfg.run.recover == "host":
-        least = max(1, math.ceil((far - near) / step))
-        waits = "no step waits for it" if cfg.run.recover_every >= least else f"steps wait: use --recover-every {least}"
+        least = max(1, math.ceil((far - waited) / step))
+        waits = "no step waits for it" if every >= least else f"steps wait: use --recover-every {least}"
         line += f"; it takes {far:.2g} s to another one: {waits}"
     return [line]
 
@@ -88,7 +100,7 @@ def check_failures(cfg: Config, cluster: Cluster, mtbf: float | None) -> None:
         require(0 < mtbf < math.inf, f"--mtbf {mtbf}", "must be above 0", "give the hours from one failure to the next")
 
 
-def effective(cfg: Config, step: float, mtbf: float, near: float = 0.0, far: float = 0.0) -> tuple[float, float]:
+def effective(cfg: Config, step: float, mtbf: float, waited: float = 0.0, far: float = 0.0) -> tuple[float, float]:
     """Compute the share of the time that is progress, with copies in memory and with restarts from disk.
 
     A failure costs what the run needs to go on, and the work since the last copy (at most: --recover-every steps) or
@@ -98,10 +110,10 @@ def effective(cfg: Config, step: float, mtbf: float, near: float = 0.0, far: flo
         cfg: the run.
         step: seconds of a step.
         mtbf: seconds between two failures anywhere in the run, on average.
-        near, far: seconds of a copy, from `copy_seconds`: steps wait for the first, and until the last has arrived.
+        waited, far: seconds that steps wait for a copy to the host, and that it takes to another one.
     """
-    saves, steps = cfg.run.save_every * step or SAVES_S, cfg.run.recover_every * step
-    cycle = max(steps + near, far)
+    saves, steps = cfg.run.save_every * step or SAVES_S, steps_per_copy(cfg, waited, step) * step
+    cycle = max(steps + waited, far)
     recovers, restarts = (max(0.0, 1 - lost / mtbf) for lost in (RECOVERY_S + cycle, RESTART_S + saves / 2))
     return recovers * steps / cycle, restarts
 
@@ -147,7 +159,8 @@ def failure_figures(
     if asked:
         out = {"host_bytes_at_most": copies * min(cluster.host, cluster.gpus), "copy_s": near, "copy_sent_s": far}
     if mtbf is not None:
-        recovers, restarts = effective(cfg, step, mtbf * 3600, near, far)
+        recovers, restarts = effective(cfg, step, mtbf * 3600, waits_for(near, cluster, step), far)
+        out |= {"steps_per_copy": steps_per_copy(cfg, waits_for(near, cluster, step), step)}
         out |= {"mtbf_hours": mtbf, "progress_with_copies": recovers, "progress_with_restarts": restarts}
         if cfg.run.elastic:
             dp, share = fewer(cfg, grid, cluster, mtbf * 3600)
@@ -157,7 +170,7 @@ def failure_figures(
 
 def effective_text(cfg: Config, step: float, figures: dict[str, float]) -> str:
     """Describe `effective` in a line, from `failure_figures`."""
-    every, mtbf = cfg.run.recover_every, figures["mtbf_hours"]
+    every, mtbf = int(figures["steps_per_copy"]), figures["mtbf_hours"]
     recovers, restarts = figures["progress_with_copies"], figures["progress_with_restarts"]
     mode = "process" if cfg.run.recover == "none" else cfg.run.recover
     elastic = ""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from megalite.core.base.dtypes import STORED, stored_name
-from megalite.core.base.log import logger
 from megalite.core.base.slices import Slice
+from megalite.core.mesh.device import lock_pages, unlock_pages
 from megalite.core.parts.memory.offload_disk import scratch_file
 from megalite.core.sharding import StateTensor
 from megalite.runtime.base.child import readable, shared_memory, start_child
@@ -112,21 +112,13 @@ class Snapshot:
             raise OSError(f"no room for the snapshot ({e})") from None
         self.allocations += 1
         if self._on_gpu and self._folder is None:
-            # Page-locked, so that the copy from the GPU runs at full speed.
-            cuda = torch.cuda.cudart()
-            status = cuda.cudaHostRegister(self._tensor.data_ptr(), size, 0)
-            self._locked = status == cuda.cudaError.success
-            if not self._locked:
-                logger.warning(f"{size:,} bytes for a save cannot be page-locked ({status}): copies will be slower")
-                # CUDA keeps the error, and would report it for the next kernel.
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device=self._device)
+            self._locked = lock_pages(self._tensor, self._device, "a save")
 
     def free(self) -> None:
         if self.descriptor < 0:
             return
         if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
+            unlock_pages(self._tensor)
             self._locked = False
         self._tensor = torch.empty(0, dtype=torch.uint8)
         os.close(self.descriptor)

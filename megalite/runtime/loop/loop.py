@@ -21,7 +21,7 @@ from megalite.runtime.checkpoint.pruning import ranked
 from megalite.runtime.checkpoint.save import SaveError
 from megalite.runtime.loop.evaluate import evaluate
 from megalite.runtime.loop.rewind import rewind
-from megalite.runtime.loop.run import Run, keep_copy, save
+from megalite.runtime.loop.run import Run, finish_copy, keep_copy, save
 from megalite.runtime.places.folder_place import FolderPlace
 from megalite.runtime.places.names import step_folders
 from megalite.runtime.record.device_report import DeviceReport
@@ -30,6 +30,7 @@ from megalite.runtime.record.fp8_amax import Fp8Amax
 from megalite.runtime.record.step_record import log_batch_size, step_record
 from megalite.runtime.record.tensor_stats import TensorStats
 from megalite.runtime.recover.hub_base import UNFINISHED
+from megalite.runtime.recover.interval import Interval
 from megalite.runtime.recover.local_gradients import LocalGradients
 from megalite.runtime.recover.replay import is_bad, replay
 from megalite.runtime.start.exit import DivergenceError, leave_unfinished, raise_together
@@ -56,6 +57,7 @@ class Progress:
         experts: warns of experts that nobody uses.
         expert_tokens: writes down the tokens of every expert.
         tensors: statistics of `--tensor-stats`, and what was not finite first.
+        interval: steps between copies.
         gradients: what tells faults of hardware from bad data; None without `--recover`.
         begun: step after which this process started.
         saved_at: step of the last save.
@@ -74,6 +76,7 @@ class Progress:
     begun: int
     saved_at: int
     started: float
+    interval: Interval
     gradients: LocalGradients | None = None
     bad_steps: int = 0
     failure: Exception | None = None
@@ -120,7 +123,8 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     engine = run.engine
     watches = StragglerReport(engine.ctx), DeviceReport(engine.ctx, run.gpu), Fp8Amax(engine)
     watched = ExpertWatch(engine.cfg.model), ExpertTokens(engine), TensorStats(engine)
-    progress = Progress(*watches, *watched, run.step, saved_at, stop=run.only_saves, started=run.companion.began)
+    begun, interval = run.companion.began, Interval(cfg.run.recover_every)
+    progress = Progress(*watches, *watched, run.step, saved_at, begun, interval, stop=run.only_saves)
     progress.gradients = LocalGradients(engine) if run.copies else None
     with closing(PeriodicCollector()) as garbage:
         catch_up(run, progress)
@@ -132,7 +136,8 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
             count_bad_steps(run, result, progress)
             # After a bad step there is no state to go on from.
             pauses &= not progress.bad_steps and run.step < cfg.train.train_steps
-            if not progress.bad_steps and (pauses or run.step % cfg.run.recover_every == 0):
+            due = run.copies is not None and progress.interval.is_due(run.step, time.monotonic(), run.engine.ctx)
+            if not progress.bad_steps and (pauses or due):
                 keep_copy(run)
             if not pauses:
                 follow_up(run, progress)
@@ -140,6 +145,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
             run.heartbeat.beat("between steps", run.step, IDLE)
             yield record
             if pauses:
+                finish_copy(run)
                 run.companion.pause()
     if progress.bad_steps and result.skipped:
         run.heartbeat.beat("last save", run.step, CHILDREN)
@@ -148,6 +154,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
             f"stopped after step {run.step}, whose update was skipped; nothing was saved after step "
             f"{progress.saved_at}: the same command resumes from there"
         )
+    finish_copy(run)
     if progress.saved_at != run.step:
         save_now(run, progress)
     run.heartbeat.beat("last save", run.step, CHILDREN)
@@ -210,6 +217,8 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     scalars = {**engine.optimizer.scalars(), **engine.scaler.scalars()}
 
     train = partial(train_step, engine, batch, step, stop=stop, failed=failure is not None, loss_limit=run.spikes.limit)
+    if run.copies is not None:
+        train = partial(train, before_status=run.copies.finish)
 
     def once() -> StepResult:
         return progress.tensors.watch(step, train)
@@ -325,6 +334,7 @@ def follow_up(run: Run, progress: Progress) -> None:
     # The last step's too, which the save may be judged by, unless it were the first that could fail.
     proved = bool(cfg.run.eval_every) and (run.evaluated[0] >= 0 or cfg.run.keep_best > 0)
     if is_evaluated(run) or (proved and run.step == cfg.train.train_steps):
+        finish_copy(run)  # the next step is far
         evaluate(run)
     progress.failure = save_failure(run)
     save_if_due(run, progress)

@@ -228,6 +228,12 @@ def keep_copy(run: Run, trained: bool = True) -> None:
     run.copies.take(run.step, _state(run) | history)
 
 
+def finish_copy(run: Run) -> None:
+    """Have the copy that was taken last count before the next step, which otherwise finishes it."""
+    if run.copies is not None:
+        run.copies.finish()
+
+
 def _state(run: Run) -> dict[str, Any]:
     """Return the state of a run that is not held in tensors."""
     engine = run.engine

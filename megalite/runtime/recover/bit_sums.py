@@ -21,5 +21,9 @@ def sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
 
 
 def gather_sums(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sums of tensors as one tensor, on the device of the first."""
-    return torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.empty(0, dtype=torch.int32)
+    """Return the sums of tensors as one tensor, on the device of some of them: if possible, not on the host."""
+    if not sums:
+        return torch.empty(0, dtype=torch.int32)
+    # A sum that is on a GPU would be waited for.
+    device = next((total.device for total in sums if not total.is_cpu), sums[0].device)
+    return torch.stack([total.to(device, non_blocking=True) for total in sums])

@@ -11,32 +11,46 @@ import json
 import mmap
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megalite.core.mesh.collectives import gather_texts
 from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.device import lock_pages
 from megalite.core.sharding import StateTensor
 from megalite.runtime.base.untrusted import BadFile
-from megalite.runtime.recover.bit_sums import gather_sums, sum_of_bits, sums_of_bits
+from megalite.runtime.recover.bit_sums import sums_of_bits
 from megalite.runtime.recover.member import GuardedRank
 from megalite.runtime.recover.messages import Commit, Loaded, Void
 from megalite.runtime.recover.offsite import NUM_SLOTS, first_number, free_slot, make_slots
 from megalite.runtime.recover.relayout import borrow, describe, load_borrowed, room
+from megalite.runtime.recover.side_stream import SideStream
 
 # For the JSON, which grows with the number of saves; memory that is not written to is not allocated.
 _JSON_BYTES = 16 << 20
 
 
+class _Started(NamedTuple):
+    """A copy that is being written; `text` is its JSON without sums and tensors."""
+
+    step: int
+    slot: int
+    text: str
+    run_id: str
+
+
 class Copies:
     """Writes and reads the copies of this rank.
+
+    On a GPU a copy is made beside the step that follows, and is whole before the ranks agree on that step's outcome.
 
     Args:
         guard: who keeps them.
         states: what this rank holds.
         elsewhere: whether they are kept on another host too.
         elastic: whether ranks of another layout may load from them.
+        device: of this rank; None: the CPU.
 
     Attributes:
         restored: the run's other state, as in the copy that was loaded last; None if there was none.
@@ -44,59 +58,86 @@ class Copies:
     """
 
     def __init__(
-        self, guard: GuardedRank, states: Sequence[StateTensor], elsewhere: bool, elastic: bool = False
+        self,
+        guard: GuardedRank,
+        states: Sequence[StateTensor],
+        elsewhere: bool,
+        elastic: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self._guard, self._elsewhere, self._states = guard, elsewhere, states
+        self._device = device or torch.device("cpu")
         self._tensors = f', "tensors": {describe(states)}}}' if elastic else "}"
         self.brought = 0
         self._flats = [state.flat.detach() for state in states]
         self._size = sum(map(room, self._flats))
         self._held = list(guard.turn.copies)
         self._number = 0
+        self._side = SideStream(self._device)
+        self._started: _Started | None = None
         self.restored: dict[str, Any] | None = None
         total = self._size + _JSON_BYTES
         if not guard.slots:
             guard.keep(make_slots(total))
         self._maps = [mmap.mmap(slot, total) for slot in guard.slots]
+        self._tried_to_lock = set[int]()
         self._parts = [self._parts_of(memory) for memory in self._maps]
 
     @torch.no_grad()
     def take(self, step: int, state: dict[str, Any]) -> None:
-        """Copy the state after `step`, and tell the guard once it is whole.
-
-        Ranks are at most one copy apart, and so are copies on other hosts: none is made before the one before it has
-        arrived there. So of the last three there is always one that is whole everywhere.
+        """Copy the state after `step`: at once, or on a GPU until `finish`, before which no state may change.
 
         Args:
             step: completed steps.
             state: what `restored` will be, as JSON content; with a "run_id".
         """
-        if self._elsewhere and self._held:
-            self._guard.wait_kept(self._held[-1].number)
+        self.finish()
         if len(self._held) == NUM_SLOTS:
             self._guard.say(Void(self._held.pop(0).number))
         slot = free_slot(self._held)
-        sums = []
-        for target, flat in zip(self._parts[slot], self._flats):
-            target.copy_(flat, non_blocking=True)
-            sums.append(sum_of_bits(flat))  # while it is in the cache
-        # Reading the sums also waits for the copies.
-        text = (json.dumps({**state, "sums": gather_sums(sums).tolist()})[:-1] + self._tensors).encode()
+        self._lock(slot)
+        self._side.start(zip(self._parts[slot], self._flats))
+        self._started = _Started(step, slot, json.dumps(state), state["run_id"])
+        if not self._side.is_beside:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the copy that was started last, if any, and tell the guard that it is whole.
+
+        Every step calls it before its ranks agree. So they are at most one copy apart, and so are copies on other
+        hosts: none counts before the one before it has arrived there. Of the last three there is always one that is
+        whole everywhere.
+        """
+        if self._started is None:
+            return
+        step, slot, state, run_id = self._started
+        self._started, sums = None, self._side.finish()
+        if self._elsewhere and self._held:
+            self._guard.wait_kept(self._held[-1].number)
+        text = f'{state[:-1]}, "sums": {json.dumps(sums)}{self._tensors}'.encode()
         if len(text) > _JSON_BYTES:
             raise RuntimeError(f"{len(text)} bytes of JSON do not fit beside a copy")
         self._maps[slot][self._size : self._size + len(text)] = text
         self._number = max(self._number + 1, first_number(self._guard.round))
         size, used = len(self._maps[slot]), self._size + len(text)
-        copy = Commit(self._number, step, slot, size, used, zlib.crc32(text), state["run_id"], len(text))
+        copy = Commit(self._number, step, slot, size, used, zlib.crc32(text), run_id, len(text))
         self._held.append(copy)
         self._guard.say(copy)
+
+    def _lock(self, slot: int) -> None:
+        """Page-lock a slot's memory for the GPU, once: only those that are used, as it takes time."""
+        if self._size and self._side.is_beside and slot not in self._tried_to_lock:
+            self._tried_to_lock.add(slot)
+            memory = torch.frombuffer(self._maps[slot], dtype=torch.uint8, count=self._size)
+            lock_pages(memory, self._device, "a copy of the state")
 
     @torch.no_grad()
     def load(self, ctx: ParallelContext) -> list[str]:
         """Load the newest copy that is sound on all ranks into the states, and drop later ones; every rank calls it.
 
         Returns:
-            What was wrong with the copies that were not used; empty where there were none.
+            What was wrong with the copies that were not used; empty where there were none. If it was all of them, the
+            states are zero.
         """
         problems = []
         if self._guard.turn.go.lenders:
@@ -107,20 +148,24 @@ class Copies:
         for copy in sorted(self._held, key=lambda copy: -copy.number):
             if copy.number not in common:
                 continue
-            problem = self._check(copy, ctx.rank)
+            problem = self._check(copy, ctx.rank, loads=True)
             found = list(filter(None, gather_texts(problem, ctx.world, ctx.device)))
             if not found:
                 self._number = copy.number
-                for part, flat in zip(self._parts[copy.slot], self._flats):
-                    flat.copy_(part)
                 break
             problems += found
-            self.restored = None
+            self._forget()
         else:
             self._number = -1
         self._held = [copy for copy in self._held if copy.number <= self._number]
         self._guard.say(Loaded(self._number))
         return problems
+
+    def _forget(self) -> None:
+        """Undo what a copy that is not used has brought: a fresh start writes the masters alone."""
+        self.restored, self.brought = None, 0
+        for flat in self._flats:
+            flat.zero_()
 
     def _load_borrowed(self, ctx: ParallelContext) -> list[str]:
         """As `load`, from copies of another layout."""
@@ -140,9 +185,7 @@ class Copies:
                 self._number = number
                 break
             problems += found
-            self.restored, self.brought = None, 0
-            for flat in self._flats:
-                flat.zero_()  # a fresh start writes the masters alone
+            self._forget()
         self._guard.say(Loaded(self._number if self.restored else -1))
         return problems
 
@@ -161,6 +204,7 @@ class Copies:
             Whether the states had other bits by then; None if nothing was loaded, as that copy is not of these updates,
             or damaged on some rank. And what is wrong with it, by rank.
         """
+        self.finish()
         problem, answer = "".join(self._check(copy, ctx.rank) for copy in self._held[-1:]), ""
         if self._held and not problem and self.restored is not None:
             same = self.restored["scalars"]["num_steps"] == num_steps and self.restored["rewinds"] == rewinds
@@ -175,8 +219,14 @@ class Copies:
             flat.copy_(part)
         return changed, {}
 
-    def _check(self, copy: Commit, rank: int) -> str:
-        """Read what a copy holds besides tensors, and sum those; return what is wrong with it. No state changes."""
+    def _check(self, copy: Commit, rank: int, loads: bool = False) -> str:
+        """Read what a copy holds besides tensors, and sum those; return what is wrong with it.
+
+        Args:
+            copy: the copy.
+            rank: this rank.
+            loads: copy them into the states first, and sum those, on their device; otherwise no state changes.
+        """
         text = self._maps[copy.slot][self._size : copy.bytes]
         damaged = f"the copy of step {copy.step} in the memory of rank {rank} is damaged"
         if zlib.crc32(text) != copy.crc:
@@ -184,7 +234,12 @@ class Copies:
         self.restored = json.loads(text)
         assert self.restored is not None
         self.restored.pop("tensors", None)
-        return "" if sums_of_bits(self._parts[copy.slot]).tolist() == self.restored.pop("sums") else damaged
+        parts = self._parts[copy.slot]
+        if loads:
+            self._lock(copy.slot)
+            for part, flat in zip(parts, self._flats):
+                flat.copy_(part, non_blocking=True)
+        return "" if sums_of_bits(self._flats if loads else parts).tolist() == self.restored.pop("sums") else damaged
 
     def _parts_of(self, memory: mmap.mmap) -> list[torch.Tensor]:
         """Return the parts of a slot's memory, of the states' types and lengths."""

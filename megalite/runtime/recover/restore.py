@@ -217,7 +217,7 @@ def open_copies(engine: Engine[Config], companion: Companion) -> Copies | None:
     assert isinstance(companion, GuardedRank)
     optimizer = engine.optimizer
     run = engine.cfg.run
-    copies = Copies(companion, optimizer.states(), run.recover == "host", run.elastic)
+    copies = Copies(companion, optimizer.states(), run.recover == "host", run.elastic, engine.ctx.device)
     problems = copies.load(engine.ctx)
     for problem in problems:
         older = "the copies before it" if copies.restored else "the newest checkpoint on disk"
@@ -228,6 +228,7 @@ def open_copies(engine: Engine[Config], companion: Companion) -> Copies | None:
     if copies.restored is not None:
         optimizer.load_scalars(copies.restored["scalars"])
         engine.scaler.load_scalars(copies.restored["scalars"])
+    if copies.restored is not None or problems:  # codecs complete what is zero
         optimizer.finish_load()
     return copies
 

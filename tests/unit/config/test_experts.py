@@ -25,16 +25,25 @@ def test_whole_experts_may_have_any_width() -> None:
 
 @pytest.mark.parametrize(
     ("ep", "topk", "chosen"),
-    [(1, 2, "alltoall"), (2, 2, "alltoall"), (2, 3, "allgather"), (4, 8, "allgather"), (8, 6, "alltoall")],
+    [
+        (1, 2, "alltoall"),
+        (2, 2, "allgather"),
+        (2, 3, "allgather"),
+        (4, 8, "allgather"),
+        (8, 8, "allgather"),
+        (8, 6, "alltoall"),
+    ],
 )
 def test_dispatch_is_chosen_by_what_a_rank_sends(ep: int, topk: int, chosen: str) -> None:
-    """Rows of a rank of ep whose tokens each go to k of 64 experts, counted over random choices."""
+    """Rows of a rank of ep whose tokens each go to k of 64 experts, counted over random choices; the same number is
+    sorted once less by allgather.
+    """
     cfg = parse(f"--num-experts 64 --moe-ffn-size 32 --moe-topk {topk} --ep {ep} --moe-dispatch auto".split()).config
     experts = np.random.default_rng(0).permuted(np.tile(np.arange(64), (10_000, 1)), axis=1)[:, :topk]
     exchanged = (experts // (64 // ep) != 0).sum() / len(experts)
     dispatch, why = choose_dispatch(cfg.model, cfg.parallel)
     assert dispatch == chosen
-    assert (ep - 1 < 0.98 * exchanged) == (chosen == "allgather")
+    assert (ep - 1 < 1.02 * exchanged) == (chosen == "allgather")
     sent, gathered = re.findall(r"([\d.]+) (?:rows per token by|by) \w+", why)
     assert (float(sent), float(gathered)) == pytest.approx((exchanged, ep - 1), rel=0.02)
     asked = replace(cfg.parallel, moe_dispatch="alltoall")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.core.batch import Documents, Mask, by_rank, in_order, runs_of
 from megalite.core.mesh.context import ParallelContext
@@ -208,6 +209,29 @@ def test_long_samples_have_no_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch)
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     with pytest.raises(TypeError):  # shorter ones go to the usual kernel
         attention(*(x[:, :, :-1] for x in leaves), Mask(11))
+
+
+class Calls(TorchDispatchMode):
+    """How often an operation runs."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.number = name, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.overloadpacket.__name__ == self.name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("window", "made"), [(None, 0), (11, 1)])
+def test_positions_are_made_once_for_all_masks(monkeypatch: pytest.MonkeyPatch, window: int | None, made: int) -> None:
+    """On a GPU each is a launch; there were two for each block, with a mask or without."""
+    monkeypatch.setattr(blocks, "_ROWS", 8)
+    q, k, v, _ = drawn(4, 2)
+    case = blocks.Case(resolve("torch", "cpu", q.dtype), (range(S),), Mask(window), None, {})
+    with Calls("arange") as calls:
+        case.attend(blocks.Total(q), q, blocks.pack(k, v), (range(S),))
+    assert calls.number == made
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -212,15 +212,21 @@ def test_one_gpu_per_task_is_number_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "zero", "offload", "queues"),
-    [(2, 1, "none", "1"), (1, 1, "none", None), (2, 3, "none", None), (2, 1, "activations", None)],
+    ("tp", "zero", "offload", "recover", "queues"),
+    [
+        (2, 1, "none", "none", "1"),
+        (1, 1, "none", "none", None),
+        (2, 3, "none", "none", None),
+        (2, 1, "activations", "none", None),
+        (2, 1, "none", "process", None),
+    ],
 )
 @pytest.mark.usefixtures("one_gpu")
 def test_what_cuda_reads_at_its_start(
-    monkeypatch: pytest.MonkeyPatch, tp: int, zero: int, offload: str, queues: str | None
+    monkeypatch: pytest.MonkeyPatch, tp: int, zero: int, offload: str, recover: str, queues: str | None
 ) -> None:
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    pick_device("cuda", tp, zero, offload)
+    pick_device("cuda", tp, zero, offload, recover)
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

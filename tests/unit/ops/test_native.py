@@ -318,7 +318,8 @@ def test_missing_nvcc_is_a_warning(tmp_path: Path) -> None:
     assert "CUDA kernels skipped: no nvcc" in done.stderr
 
 
-def test_an_older_nvcc_builds_for_the_architectures_it_knows(tmp_path: Path) -> None:
+def make_nvcc(tmp_path: Path) -> None:
+    """A compiler that notes what it is asked for, and makes an empty library."""
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text(
@@ -327,6 +328,39 @@ def test_an_older_nvcc_builds_for_the_architectures_it_knows(tmp_path: Path) -> 
         f'echo "$@" > {tmp_path}/asked\nfor last; do :; done; : > "$last"\n'
     )
     nvcc.chmod(0o755)
+
+
+# As 70 does, which images with torch 2.11 have: it cannot read a license that is only named.
+_OLD_SETUPTOOLS = """
+import runpy, setuptools, sys
+from setuptools.config import pyprojecttoml
+
+def refuse(*args, **kwargs):
+    raise ValueError("project.license must be valid exactly by one definition")
+
+setuptools.__version__, pyprojecttoml.apply_configuration = "70.3.0", refuse
+sys.argv = ["setup.py", *sys.argv[1:]]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+def test_an_old_setuptools_builds_in_place(tmp_path: Path) -> None:
+    """On a machine without a network: nothing was built, and a run fell back on torch's kernels."""
+    make_nvcc(tmp_path)
+    (tmp_path / "megalite" / "core" / "parts" / "kernels").mkdir(parents=True)
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    env = {**os.environ, "MEGALITE_CUDA": "1", "CUDA_HOME": str(tmp_path), "CXX": "/nonexistent/g++"}
+    for asked, code in (["build_ext", "-i"], 0), (["bdist_wheel"], 1):
+        command = [sys.executable, "-c", _OLD_SETUPTOOLS, "-q", *asked]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+    assert "setuptools 70.3.0 is too old" in done.stderr
+    assert (tmp_path / "megalite/core/parts/kernels/_native_cuda.so").exists()
+
+
+def test_an_older_nvcc_builds_for_the_architectures_it_knows(tmp_path: Path) -> None:
+    make_nvcc(tmp_path)
     done = build(tmp_path, MEGALITE_CUDA="1", CUDA_HOME=str(tmp_path), CXX="/nonexistent/g++")
     assert done.returncode == 0, done.stderr
     codes = re.findall(r",code=(\w+)", (tmp_path / "asked").read_text())

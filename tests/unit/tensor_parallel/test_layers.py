@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.core import ops as kernels
 from megalite.core.mesh.context import Axis, ParallelContext
@@ -240,6 +241,32 @@ def embedding(rank: int, world: int, sequence_parallel: bool) -> tuple[torch.Ten
     y.backward(part(dy, tp, 0) if sequence_parallel else dy)
     assert torch.equal(tokens, before)
     return y.detach(), weight.main_grad, len(weight.added)  # type: ignore[attr-defined]
+
+
+class Named(TorchDispatchMode):
+    """The names of what runs, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_whole_table_masks_nothing() -> None:
+    """All tokens are here: rows used to be zeroed, forward and backward, in four passes over [S, B, H]."""
+    tp, whole = Axis("tp"), torch.randn(VOCAB, IN)
+    weight = sharded(ParamSpec("e", (VOCAB, IN), sharded_dims=(("tp", 0),)), whole, tp, torch.float32)
+    tokens = torch.randint(0, VOCAB, (S, B))
+    with Named() as forward:
+        y = VocabParallelEmbedding(weight, tp, False)(tokens)
+    with Named() as backward:
+        y.backward(torch.ones_like(y))
+    assert forward.names == ["embedding"]
+    assert not {"masked_fill", "masked_fill_"} & {*backward.names}
 
 
 @pytest.mark.parametrize(("world", "sequence_parallel"), [(1, False), (2, False), (2, True)])

@@ -141,11 +141,15 @@ class Case:
         end = max(run.stop for run in self.queries)
         window, drop = end if self.mask.window is None else self.mask.window, self.dropout
         dropped = None if drop is None else _ROWS if q.is_cuda else _ROWS_ON_CPU
+        positions = None  # all of them, once for all masks
         for block in blocks_of(self.queries, key_runs, window, self.documents, dropped):
             sizes = (x.stop - x.start for x in (block.queries, block.keys))
             rows, columns = (range(begin, begin + size) for begin, size in zip(block.begins, sizes))
-            queries, keys = (torch.arange(at.start, at.stop, device=q.device) for at in (rows, columns))
-            visible = self.visible(queries, keys, window) if block.masked else None
+            visible = None
+            if block.masked:
+                positions = torch.arange(end, device=q.device) if positions is None else positions
+                queries, keys = (positions[at.start : at.stop] for at in (rows, columns))
+                visible = self.visible(queries, keys, window)
             kept = {} if drop is None else {"keep": drop.keep(rows, columns, q.shape[1]), "rate": drop.rate}
             yield block, {"visible": visible, "causal": block.causal, **self.options, **kept}
 

@@ -30,16 +30,15 @@ def choose_dispatch(m: ModelConfig, p: ParallelConfig) -> tuple[str, str]:
     """Return the value of `--moe-dispatch` in effect, and why.
 
     For a token, a rank sends k (ep - 1) / ep rows to its experts, or ep - 1 to all ranks, and as many come back. Where
-    both are equal, alltoall needs less memory. Whether experts are sharded over tp counts alike in both.
+    both are equal, allgather sorts nothing on arrival: a layer of Qwen3-30B-A3B at ep 8, forward and backward, is
+    estimated at 6.0 ms of kernels and 1.4 ms of exposed messages on H100s, with alltoall at 6.8 and 2.0 (`megalite
+    estimate`; not measured). Whether experts are sharded over tp counts alike in both.
     """
     if p.moe_dispatch != "auto":
         return p.moe_dispatch, "as requested"
     exchanged, gathered = m.moe_topk * (p.ep - 1) / p.ep, p.ep - 1
-    words = (
-        f"a rank sends {exchanged:.3g} rows per token by alltoall, {gathered} by allgather, which keeps {p.ep} times "
-    )
-    words += "the outputs of experts"
-    return "allgather" if gathered < exchanged else "alltoall", words
+    words = f"a rank sends {exchanged:.3g} rows per token by alltoall, {gathered} by allgather"
+    return "allgather" if 1 < p.ep <= m.moe_topk else "alltoall", words
 
 
 @dataclass(frozen=True, eq=False, repr=False)

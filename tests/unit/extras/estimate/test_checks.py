@@ -49,3 +49,46 @@ def test_kernels_take_what_reaches_them() -> None:
     assert done.returncode == 0, done.stderr
     faults = dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
     assert faults == dict.fromkeys(CASES, [])
+
+
+_ROUTER = """
+from types import SimpleNamespace
+
+from megalite.extras.estimate.guard import install_guard
+
+install_guard()
+
+import torch
+
+from megalite.core.parts.ffn.experts.grouped_linear import _WideLinear
+from megalite.extras.estimate.fake_cuda import fake_cuda
+from megalite.extras.estimate.tracker import Tracker, launches
+
+
+class Launches(Tracker):
+    names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if launches(func) and func.namespace == "aten":
+            self.names.append(func.overloadpacket.__name__)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+with fake_cuda() as device:
+    x, w = (torch.empty(n, 16, dtype=torch.bfloat16, device=device, requires_grad=True) for n in (8, 6))
+    layer = SimpleNamespace(scale=1.0, bias=None, weight=w, queue=SimpleNamespace(put=lambda late: None))
+    with Launches([]):
+        y = _WideLinear.apply(x, w, layer)
+        assert (y.dtype, y.shape) == (torch.float32, (8, 6))
+        print(*Launches.names)
+        Launches.names.clear()
+        dy = torch.empty_like(y)
+        y.backward(dy)
+        print(*(name for name in Launches.names if name != "empty_like"))
+"""
+
+
+def test_a_router_is_one_product() -> None:
+    """Its matrices were copied to fp32 first, where a GPU multiplies at a fraction of its rate, and times 1 later."""
+    done = subprocess.run([sys.executable, "-c", _ROUTER], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines() == ["mm", "_to_copy mm _to_copy"], done.stderr

@@ -100,13 +100,20 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: ShardedParameter, layer: WideLinear) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        y = (x.float() @ weight.float().t()).mul_(layer.scale)
+        if x.is_cuda and x.dtype == weight.dtype != torch.float32:
+            # The same products, as they are exact in fp32, on tensor cores and without copies.
+            rows = torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+            y = rows.view(*x.shape[:-1], len(weight))
+        else:
+            y = x.float() @ weight.float().t()
+        y = y if layer.scale == 1 else y.mul_(layer.scale)
         return y if layer.bias is None else y.add_(layer.bias)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        layer, dy = ctx.layer, dy * ctx.layer.scale
+        layer = ctx.layer
+        dy = dy if layer.scale == 1 else dy * layer.scale
 
         def add(weight: ShardedParameter) -> None:
             if weight.main_grad.dtype == torch.float32:
