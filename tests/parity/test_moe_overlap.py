@@ -29,6 +29,15 @@ ROWS: dict[str, tuple[Shape, list[Row]]] = {
             (dropped(QWEN), 2, {}, {"recompute": "full"}),
             (BIASED, 1, {}, {"recompute": "selective", "precision": "bf16"}),
             (MIXTRAL, 1, {"moe_dispatch": "allgather"}, {"offload": "optimizer"}),
+            (dropped(QWEN), 3, {}, {"recompute": "full"}),
+        ],
+    ),
+    "zero 3": (
+        ranks_of(4, ep=2),
+        [
+            (QWEN, 3, {"zero_keep": "backward"}, {"recompute": "selective", "precision": "bf16"}),
+            (MIXTRAL, 3, {"overlap_param_gather": False}, {"offload": "optimizer+params"}),
+            (replace(MIXTRAL, tie_embeddings=True), 3, {"zero_keep": "step"}, {}),
         ],
     ),
     "pp 2": (
@@ -38,6 +47,7 @@ ROWS: dict[str, tuple[Shape, list[Row]]] = {
             (dropped(QWEN), 2, EAGER, {"recompute": "full"}),
             (QWEN, 1, INTERLEAVED, {}),
             (MIXTRAL, 1, INTERLEAVED, {"recompute": "selective"}),
+            (QWEN, 3, INTERLEAVED, {"recompute": "full"}),
         ],
     ),
     "parts": (
