@@ -29,12 +29,13 @@ ROWS: dict[str, tuple[Shape, list[Row]]] = {
             (dropped(QWEN), 2, {}, {"recompute": "full"}),
             (BIASED, 1, {}, {"recompute": "selective", "precision": "bf16"}),
             (MIXTRAL, 1, {"moe_dispatch": "allgather"}, {"offload": "optimizer"}),
-            (dropped(QWEN), 3, {}, {"recompute": "full"}),
+            (MIXTRAL, 3, {}, {}),
         ],
     ),
     "zero 3": (
         ranks_of(4, ep=2),
         [
+            (dropped(QWEN), 3, {}, {"recompute": "full"}),
             (QWEN, 3, {"zero_keep": "backward"}, {"recompute": "selective", "precision": "bf16"}),
             (MIXTRAL, 3, {"overlap_param_gather": False}, {"offload": "optimizer+params"}),
             (replace(MIXTRAL, tie_embeddings=True), 3, {"zero_keep": "step"}, {}),
