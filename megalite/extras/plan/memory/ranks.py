@@ -17,7 +17,7 @@ from megalite.core.model.kinds import FEED_FORWARDS, HEADS
 from megalite.core.model.partition import blocks_by_kind
 from megalite.core.model.saved import element_size, residual_bytes, tokens
 from megalite.core.options.recompute import Extent
-from megalite.core.parts.ffn.experts import experts_tp, rows_received
+from megalite.core.parts.ffn.experts import experts_tp, rows_combined, rows_received
 from megalite.core.parts.memory.offload_memory import offloaded_bytes, sent_blocks
 from megalite.core.parts.options.expert_options import choose_dispatch
 from megalite.core.parts.schedules.choose import name_of
@@ -180,10 +180,13 @@ def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
 
 
 def _combined_bytes(cfg: Config) -> int:
-    """Compute the bytes of outputs of experts, or of their gradients, on the way to or from an exchange or their order."""
+    """Compute the bytes of outputs of experts, and of what is made of them: as many in an exchange, or their sums."""
     m, p = cfg.model, cfg.parallel
+    if m.num_experts is None:
+        return 0
+    rows = rows_received(cfg)
     exchanged = p.ep > 1 and choose_dispatch(m, p)[0] == "alltoall"
-    return (1 + exchanged) * element_size(cfg) * rows_received(cfg) * m.hidden_size if m.num_experts else 0
+    return element_size(cfg) * m.hidden_size * (rows + (rows if exchanged else rows_combined(cfg) // m.moe_topk))
 
 
 def _pair_bytes(cfg: Config) -> int:

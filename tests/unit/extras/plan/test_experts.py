@@ -166,10 +166,13 @@ def test_groups_of_ranks_that_share_experts(world: int, ep: int, group: str, alo
     assert "ep" in dry_run_report(cfg, Grid.from_config(cfg.parallel, world))
 
 
-@pytest.mark.parametrize(("dispatch", "states"), [("alltoall", 3), ("allgather", 2), ("auto", 2)])
-def test_the_outputs_of_a_gpu_are_planned_for(dispatch: str, states: int) -> None:
+@pytest.mark.parametrize(
+    ("dispatch", "rows"), [("alltoall", 2 * 4 * 1.5), ("allgather", 4 * 1.5 + 2), ("auto", 4 * 1.5 + 2)]
+)
+def test_the_outputs_of_a_gpu_are_planned_for(dispatch: str, rows: float) -> None:
+    """For each token: those that an exchange takes and brings, or those that are summed for all tokens of ep 2."""
     cfg = moe({"moe_topk": 4}, {"device": "cuda", "ep": 2, "moe_dispatch": dispatch}, micro_batch_size=2)
-    assert _gpu_workspace(cfg, 1) == states * 4 * 1.5 * (2 * 32 * 4) * 64
+    assert _gpu_workspace(cfg, 1) == rows * (2 * 32 * 4) * 64
 
 
 @pytest.mark.parametrize("layout", [{"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "etp": "1"}], ids=str)
