@@ -23,7 +23,7 @@ from megalite.core.sharding.parameter import ShardedParameter
 
 Keep = Literal["none", "backward", "step"]
 Holder = Literal["F", "B", "kept"]
-"""What needs a unit's weights: a forward pass, a backward pass, which may run beside it, or the backward pass to come."""
+"""What needs the weights of a unit: a forward pass, a backward pass, maybe beside it, or a backward pass to come."""
 
 
 @dataclass(eq=False)
