@@ -207,10 +207,10 @@ def test_the_share_of_an_exchange_that_pairs_leave_in_the_open() -> None:
 
 def test_a_search_proposes_pairs_where_they_pay() -> None:
     """Several micro-batches of which each waits for its tokens, and not one alone; a flag holds."""
-    flags = "--preset qwen3-30b-a3b --vocab-size 512 --num-layers 8 --precision bf16 --seq-len 4096".split()
+    flags = "--preset qwen3-30b-a3b --vocab-size 512 --num-layers 8 --precision bf16 --seq-len 4096 --ep 8"
     cluster, fixed = Cluster.parse("h100:8"), {"tp", "pp", "ep", "micro_batch_size", "recompute", "zero"}
     for samples, more, pairs in ((32, "", True), (8, "", False), (32, "--no-moe-overlap", False)):
-        cfg = parse([*flags, "--ep", "8", "--global-batch-size", str(samples), *more.split()]).config
+        cfg = parse(f"{flags} --global-batch-size {samples} {more}".split()).config
         candidates = search(cfg, cluster, fixed | {"moe_overlap"} if more else fixed)
         best = pick(candidates)
         assert best is not None
