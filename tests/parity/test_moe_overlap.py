@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from megalite.core.mesh.collectives import Transfer
-from megalite.core.rows import share_of
+from megalite.core.rows import Rows, share_of
 from megalite.core.step import eval_step
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
@@ -101,15 +102,19 @@ def test_pairs_change_no_bit(pool: WorkerPool, name: str) -> None:
         assert_same_bits([rank[first : first + 2] for rank in ranks])
 
 
+def first_rows(samples: int, step: int) -> Rows:
+    return fixed(step)[:samples]
+
+
 def with_evaluations(rank: int, cfgs: list[Config], world: int) -> tuple[list[Result], list[float]]:
     """Two steps of each config, with an evaluation before each; the results, and the losses of the evaluations."""
     results, losses = list[Result](), list[float]()
     for engine in jobs.engines(cfgs, world):
         samples, size, dp = engine.cfg.train.global_batch_size, engine.cfg.train.micro_batch_size, engine.ctx.dp
-        rows, mine = fixed(1)[:samples], share_of(samples, dp.size, dp.rank, size)
+        rows, mine = first_rows(samples, 1), share_of(samples, dp.size, dp.rank, size)
         for _ in range(2):
             losses.append(eval_step(engine, rows[mine.start : mine.stop])[0])
-            result = train_steps(engine, lambda _, rows=rows: rows, steps=1)
+            result = train_steps(engine, partial(first_rows, samples), steps=1)
         results.append(result)
     return results, losses
 
@@ -118,9 +123,10 @@ def with_evaluations(rank: int, cfgs: list[Config], world: int) -> tuple[list[Re
 def test_few_micro_batches_and_evaluations_between(pool: WorkerPool, microbatches: int) -> None:
     """One micro-batch has none to run beside; forward passes of an evaluation run alone."""
     shape = ranks_of(2, ep=2)
+    rows: list[Row] = [(MIXTRAL, 1, {}, {}), (QWEN, 3, {}, {"recompute": "full"})]
     cfgs = [
         jobs.with_train(cfg, global_batch_size=2 * microbatches)
-        for row in ((MIXTRAL, 1, {}, {}), (QWEN, 3, {}, {"recompute": "full"}))
+        for row in rows
         for cfg in plain_and_paired(shape, row)
     ]
     ranks = pool.run(2, with_evaluations, cfgs, 2)

@@ -143,7 +143,9 @@ class UnitWeights:
 
     def leave_backward(self, unit: _Unit) -> None:
         """Release the weights of a unit after its backward pass."""
-        self._release(unit, *(("B",) if self.keep == "step" else ("B", "kept")))
+        self._release(unit, "B")
+        if self.keep == "backward":
+            self._release(unit, "kept")
 
     def _gather(self, holder: Holder, unit: _Unit, following: _Unit | None) -> None:
         for needed in (unit, following if self.prefetch else None):

@@ -10,7 +10,7 @@ routed. Whole experts (`--etp 1`) take the shards as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -102,7 +102,7 @@ class Experts(nn.Module):
         # Of two passes that take turns, the other may be one that will be repeated.
         if self.log.remembers and not self.log.recomputing and way.known is not None:
             self.log.counts[routing.key] = way.known
-        transform = self._transform
+        transform: Callable[..., torch.Tensor] = self._transform
         if self._too_many(len(rows), way.slots):
             transform = partial(checkpoint, transform, use_reentrant=False, preserve_rng_state=False)
         leave = scatter_sequence if self.sequence_parallel else reduce_from
