@@ -125,9 +125,7 @@ def test_few_micro_batches_and_evaluations_between(pool: WorkerPool, microbatche
     shape = ranks_of(2, ep=2)
     rows: list[Row] = [(MIXTRAL, 1, {}, {}), (QWEN, 3, {}, {"recompute": "full"})]
     cfgs = [
-        jobs.with_train(cfg, global_batch_size=2 * microbatches)
-        for row in rows
-        for cfg in plain_and_paired(shape, row)
+        jobs.with_train(cfg, global_batch_size=2 * microbatches) for row in rows for cfg in plain_and_paired(shape, row)
     ]
     ranks = pool.run(2, with_evaluations, cfgs, 2)
     for first in range(0, len(cfgs), 2):
