@@ -441,6 +441,9 @@ class _Drawing:
             self.maybe(0.7, "ep", *(n for n in (2, 4) if most % n == 0))
         if "ep" in self.out:
             self.maybe(0.4, "moe_dispatch", "allgather", "auto")
+            plain = (None, "1f1b", "1f1b-eager", "interleaved")
+            if self.out.get("schedule") in plain and self.maybe(0.3, "moe_overlap", True):
+                self.out.pop("schedule", None)  # there is one with pairs for each vp
         self.maybe(0.2, "moe_memory_factor", 1.0)
 
     def zero(self, sizes: Draw) -> None:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from megalite.core.mesh.collectives import Transfer
+from megalite.core.rows import Rows, share_of
+from megalite.core.step import eval_step
 from megalite.runtime.options.run import Config
 from tests.parity import jobs
-from tests.parity.harness import Row, Shape, assert_same_bits, compiled, config, ranks_of, trained
+from tests.parity.harness import (
+    Result,
+    Row,
+    Shape,
+    assert_same_bits,
+    compiled,
+    config,
+    fixed,
+    ranks_of,
+    train_steps,
+    trained,
+)
 from tests.parity.models import BIASED, LITE, MIXTRAL, NEXT, QWEN, dropped
 from tests.rows import always_run
 from tests.workers import WorkerPool
@@ -29,6 +43,16 @@ ROWS: dict[str, tuple[Shape, list[Row]]] = {
             (dropped(QWEN), 2, {}, {"recompute": "full"}),
             (BIASED, 1, {}, {"recompute": "selective", "precision": "bf16"}),
             (MIXTRAL, 1, {"moe_dispatch": "allgather"}, {"offload": "optimizer"}),
+            (MIXTRAL, 3, {}, {}),
+        ],
+    ),
+    "zero 3": (
+        ranks_of(4, ep=2),
+        [
+            (dropped(QWEN), 3, {}, {"recompute": "full"}),
+            (QWEN, 3, {"zero_keep": "backward"}, {"recompute": "selective", "precision": "bf16"}),
+            (MIXTRAL, 3, {"overlap_param_gather": False}, {"offload": "optimizer+params"}),
+            (replace(MIXTRAL, tie_embeddings=True), 3, {"zero_keep": "step"}, {}),
         ],
     ),
     "pp 2": (
@@ -38,6 +62,7 @@ ROWS: dict[str, tuple[Shape, list[Row]]] = {
             (dropped(QWEN), 2, EAGER, {"recompute": "full"}),
             (QWEN, 1, INTERLEAVED, {}),
             (MIXTRAL, 1, INTERLEAVED, {"recompute": "selective"}),
+            (QWEN, 3, INTERLEAVED, {"recompute": "full"}),
         ],
     ),
     "parts": (
@@ -48,6 +73,8 @@ ROWS: dict[str, tuple[Shape, list[Row]]] = {
             (NEXT, 1, {}, {}),
             (dropped(QWEN), 1, {}, {"recompute": "full", "offload": "activations"}),
             (MIXTRAL, 1, {"moe_memory_factor": 1.0}, {"precision": "fp16", "grad_reduce_dtype": "bf16"}),
+            (replace(MIXTRAL, moe_ffn_size=32), 1, {}, {"precision": "bf16", "fp8": "rowwise", "fp8_emulate": True}),
+            (replace(MIXTRAL, moe_ffn_size=32), 3, {}, {"precision": "bf16", "fp8": "tensorwise", "fp8_emulate": True}),
         ],
     ),
     "tp 2": (ranks_of(4, ep=2, tp=2), [(QWEN, 1, {}, {}), (QWEN, 0, {"sequence_parallel": False}, {})]),
@@ -73,6 +100,38 @@ def test_pairs_change_no_bit(pool: WorkerPool, name: str) -> None:
     ranks = pool.run(shape[0], trained, cfgs, shape[0])
     for first in range(0, len(cfgs), 2):
         assert_same_bits([rank[first : first + 2] for rank in ranks])
+
+
+def first_rows(samples: int, step: int) -> Rows:
+    return fixed(step)[:samples]
+
+
+def with_evaluations(rank: int, cfgs: list[Config], world: int) -> tuple[list[Result], list[float]]:
+    """Two steps of each config, with an evaluation before each; the results, and the losses of the evaluations."""
+    results, losses = list[Result](), list[float]()
+    for engine in jobs.engines(cfgs, world):
+        samples, size, dp = engine.cfg.train.global_batch_size, engine.cfg.train.micro_batch_size, engine.ctx.dp
+        rows, mine = first_rows(samples, 1), share_of(samples, dp.size, dp.rank, size)
+        for _ in range(2):
+            losses.append(eval_step(engine, rows[mine.start : mine.stop])[0])
+            result = train_steps(engine, partial(first_rows, samples), steps=1)
+        results.append(result)
+    return results, losses
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_few_micro_batches_and_evaluations_between(pool: WorkerPool, microbatches: int) -> None:
+    """One micro-batch has none to run beside; forward passes of an evaluation run alone."""
+    shape = ranks_of(2, ep=2)
+    rows: list[Row] = [(MIXTRAL, 1, {}, {}), (QWEN, 3, {}, {"recompute": "full"})]
+    cfgs = [
+        jobs.with_train(cfg, global_batch_size=2 * microbatches) for row in rows for cfg in plain_and_paired(shape, row)
+    ]
+    ranks = pool.run(2, with_evaluations, cfgs, 2)
+    for first in range(0, len(cfgs), 2):
+        assert_same_bits([results[first : first + 2] for results, _ in ranks])
+        for _, losses in ranks:
+            assert losses[2 * first : 2 * first + 2] == losses[2 * first + 2 : 2 * first + 4]
 
 
 def noted(rank: int, cfg: Config, world: int) -> list[str]:

@@ -11,7 +11,7 @@ Rajbhandari et al. 2019, section 5.3; prefetch as in PyTorch FSDP (Zhao et al. 2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from megalite.core.optim.bucket import Bucket
 from megalite.core.sharding.parameter import ShardedParameter
 
 Keep = Literal["none", "backward", "step"]
+Holder = Literal["F", "B", "kept"]
+"""What needs the weights of a unit: a forward pass, a backward pass, maybe beside it, or a backward pass to come."""
 
 
 @dataclass(eq=False)
@@ -32,18 +34,16 @@ class _Unit:
         name: name of its first parameter.
         buckets: buckets of its weights; that of a tied embedding belongs to two units.
         previous, next: neighbors in its chain.
-        used: whether its weights are in use, or prefetched.
+        holders: what its weights are in use by, or prefetched for.
         differentiable: whether a backward pass follows its forward pass.
-        in_backward: whether the backward pass is between its identity nodes, where recomputation runs forward again.
     """
 
     name: str
     buckets: list[Bucket]
     previous: _Unit | None = None
     next: _Unit | None = None
-    used: bool = False
+    holders: set[Holder] = field(default_factory=set)
     differentiable: bool = False
-    in_backward: bool = False
 
 
 class UnitWeights:
@@ -96,8 +96,7 @@ class UnitWeights:
     def start_pass(self) -> None:
         """Release weights that an interrupted pass has left gathered; the next gathers send them as they are now."""
         for unit in self._units:
-            unit.in_backward = False
-            if unit.used:
+            if unit.holders:
                 self._release(unit)
         self._forget_codes()
 
@@ -111,7 +110,7 @@ class UnitWeights:
             for unit in self._units:
                 self._release(unit)
         remaining = [
-            unit.name for unit in self._units if unit.used or any(bucket.store.gathered for bucket in unit.buckets)
+            unit.name for unit in self._units if unit.holders or any(bucket.store.gathered for bucket in unit.buckets)
         ]
         if remaining:
             raise RuntimeError(f"weights not released after the pass: units of {', '.join(remaining)}")
@@ -122,47 +121,53 @@ class UnitWeights:
             bucket.store.forget_codes()
 
     def _before_forward(self, unit: _Unit, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if unit.in_backward:
+        if _recomputes():
             return None
-        self._gather(unit, unit.next)
+        self._gather("F", unit, unit.next)
         x = args[0]
         unit.differentiable = torch.is_grad_enabled() and x.requires_grad
         return (_InBackward.apply(x, partial(self.leave_backward, unit)), *args[1:]) if unit.differentiable else None
 
     def _after_forward(self, unit: _Unit, out: torch.Tensor) -> torch.Tensor | None:
-        if unit.in_backward:
+        if _recomputes():
             return None
-        if self.keep == "none" or (self.keep == "backward" and not unit.differentiable):
-            self._release(unit)
+        if self.keep == "step" or (self.keep == "backward" and unit.differentiable):
+            unit.holders.add("kept")
+        self._release(unit, "F")
         return _InBackward.apply(out, partial(self.enter_backward, unit)) if unit.differentiable else None
 
     def enter_backward(self, unit: _Unit) -> None:
         """Gather the weights of a unit for its backward pass."""
-        unit.in_backward = True
         previous = unit.previous
-        self._gather(unit, previous if previous is not None and previous.differentiable else None)
+        self._gather("B", unit, previous if previous is not None and previous.differentiable else None)
 
     def leave_backward(self, unit: _Unit) -> None:
         """Release the weights of a unit after its backward pass."""
-        unit.in_backward = False
-        if self.keep != "step":
-            self._release(unit)
+        self._release(unit, "B")
+        if self.keep == "backward":
+            self._release(unit, "kept")
 
-    def _gather(self, unit: _Unit, following: _Unit | None) -> None:
+    def _gather(self, holder: Holder, unit: _Unit, following: _Unit | None) -> None:
         for needed in (unit, following if self.prefetch else None):
             if needed is not None:
-                needed.used = True
+                needed.holders.add(holder)
                 for bucket in needed.buckets:
                     if not bucket.store.gathered:
                         bucket.store.gather()
         for bucket in unit.buckets:
             bucket.store.wait()
 
-    def _release(self, unit: _Unit) -> None:
-        unit.used = False
+    def _release(self, unit: _Unit, *holders: Holder) -> None:
+        """Release weights that nothing else holds than these holders, all by default."""
+        unit.holders.difference_update(holders or ("F", "B", "kept"))
         for bucket in unit.buckets:
-            if not any(user.used for user in self._users[bucket]):
+            if not any(user.holders for user in self._users[bucket]):
                 bucket.store.release()
+
+
+def _recomputes() -> bool:
+    """Whether this is within a backward pass, where weights are gathered and a forward pass is a repeated one."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class _InBackward(torch.autograd.Function):

@@ -112,6 +112,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "apply-layernorm-1p": {"zero_centered_norm": True},
     "group-query-attention": {"num_kv_heads": 1},
     "moe-shared-expert-gate": {"moe_shared_gate": True},
+    "overlap-moe-expert-parallel-comm": {"moe_overlap": True},
     "untie-embeddings-and-output-weights": {"tie_embeddings": False},
     "use-distributed-optimizer": {"zero": 1},
     "optimizer-cpu-offload": {"offload": "optimizer"},

@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from megalite.core import ops as kernels
@@ -136,7 +137,7 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
         ctx = ParallelContext.create(grid, device)
         tracker.start("building the engine")
         engine = build_engine(cfg, ctx)
-        engine.executor.around_backward = partial(_entered, _get_current_dispatch_mode_stack())
+        engine.executor.around_backward = partial(_entered, _modes())
         building = tracker.finish()
         _label_states(tracker, engine)
         states = tracker.live
@@ -220,8 +221,13 @@ def check_request(cfg: Config, grid: Grid, rank: int, streams: bool = False) -> 
         raise UserError("--device cpu", "estimates are for GPUs", "drop it")
 
 
+def _modes() -> list[TorchFunctionMode | TorchDispatchMode]:
+    """List the modes of this thread, from the outermost on."""
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+
+
 @contextmanager
-def _entered(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+def _entered(modes: Sequence[TorchFunctionMode | TorchDispatchMode]) -> Iterator[None]:
     """Enter modes on a thread that has none."""
     with ExitStack() as exit_stack:
         for mode in modes:

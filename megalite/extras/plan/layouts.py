@@ -58,13 +58,16 @@ def _contexts(tokens: int, ranks: int, few_tokens: bool) -> list[int]:
 
 
 def _pipelines(cfg: Config, ranks: int, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """Yield pp, vp and schedule."""
+    """Yield pp, vp, schedule, and whether it runs pairs, which layouts without ep cannot."""
     p, layers = cfg.parallel, cfg.model.num_layers
     for pp in _held(fixed, "pp", p.pp, [n for n in range(1, min(ranks, layers, _MOST_PP) + 1) if ranks % n == 0]):
         # A --pp that is kept may not go with every tp and cp.
         for vp in () if ranks % pp else _held(fixed, "vp", p.vp, _chunks(layers, pp)):
-            for schedule in _held(fixed, "schedule", p.schedule, _schedules(pp, vp, p.moe_overlap)):
-                yield {"pp": pp, "vp": vp, "schedule": schedule}
+            for pairs in _held(
+                fixed, "moe_overlap", p.moe_overlap, (False, True) if cfg.model.num_experts else (False,)
+            ):
+                for schedule in _held(fixed, "schedule", p.schedule, _schedules(pp, vp, pairs)):
+                    yield {"pp": pp, "vp": vp, "schedule": schedule, "moe_overlap": pairs}
 
 
 def _chunks(layers: int, pp: int) -> list[int]:

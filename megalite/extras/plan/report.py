@@ -96,6 +96,7 @@ def search_text(candidates: list[Candidate], cluster: Cluster, asked: Sequence[s
         f"* picked, the simplest within {SAME_TIME - 1:.0%} of the fastest: {best.time.total:.4g} s per step, "
         f"{best.worst.total / 1e9:.1f} GB",
     ]
+    lines += pairs_text(best, cluster)
     return "\n".join([*lines, f"  {command(best, cluster, asked)}", "or as YAML (--config):", to_yaml(best).rstrip()])
 
 
@@ -125,7 +126,7 @@ def describe(layout: Candidate) -> list[str]:
     o = layout.options
     words = [f"dp {layout.grid['dp']}", *[f"cp {o['cp']}"] * (o["cp"] > 1), f"tp {o['tp']}", f"pp {o['pp']}"]
     words += [f"ep {o['ep']}"] * (o["ep"] > 1) + ["whole experts"] * (o["etp"] == "1")
-    words += [f"vp {o['vp']}"] * (o["vp"] > 1) + [str(o["schedule"])] * (o["pp"] > 1)
+    words += [f"vp {o['vp']}"] * (o["vp"] > 1) + [str(o["schedule"])] * (o["pp"] > 1 or o["moe_overlap"])
     words += [f"micro-batch {o['micro_batch_size']}", f"zero {o['zero']}"]
     words += [f"group {o['zero_group']}"] * (o["zero_group"] != "full")
     words += [f"recompute {o['recompute']}"] * (o["recompute"] != "none")
@@ -133,10 +134,10 @@ def describe(layout: Candidate) -> list[str]:
 
 
 def flags(options: Mapping[str, Any], than: Mapping[str, Any] | None = None) -> list[str]:
-    """Write options as words of a command line: all of them, or those that differ from `than`."""
+    """Write options as words of a command line: all that a run may need, or those that differ from `than`."""
     words: list[str] = []
     for name, value in options.items():
-        if than is not None and than[name] == value:
+        if value == ({"moe_overlap": False} if than is None else than).get(name):
             continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -351,6 +352,16 @@ def other_overlap(cfg: Config) -> Config | None:
         return replace(cfg, parallel=replace(p, moe_overlap=not p.moe_overlap, schedule="auto"))
     except UserError:
         return None
+
+
+def pairs_text(best: Candidate, cluster: Cluster) -> list[str]:
+    """Say how long the picked layout would take with a schedule without pairs, if it has them."""
+    plain = other_overlap(best.cfg) if best.cfg.parallel.moe_overlap else None
+    if plain is None:
+        return []
+    slower = step_time(plain, best.grid, cluster)
+    saved = f"the exchange of tokens takes {best.time.ep:.3g} s of it, and {slower.ep:.3g} s without --moe-overlap"
+    return [f"  {saved}: {slower.total:.4g} s per step"]
 
 
 def paired_share(cfg: Config, grid: Grid) -> float:

@@ -24,13 +24,13 @@ SHARE = 0.9
 SAME_TIME = 1.03
 """Times within this factor count as equal; the simpler layout is then better."""
 _OFFLOADS = (("activations", "optimizer"), ("optimizer+params",))
-# Options that change together: the schedule follows vp, the ZeRO group follows the stage; dp follows tp, pp and cp.
+# Options that change together: schedules follow vp and pairs, the ZeRO group the stage, and dp tp, pp and cp.
 _CHOICES = (
     ("tp", "sequence_parallel"),
     ("cp",),
     ("ep", "etp"),
     ("pp",),
-    ("vp", "schedule"),
+    ("vp", "schedule", "moe_overlap"),
     ("micro_batch_size",),
     ("recompute",),
     ("zero", "zero_group"),
@@ -89,7 +89,7 @@ class Candidate:
         o = self.options
         again = MODES[o["recompute"]].most
         axes = o["pp"], o["tp"], o["cp"], o["ep"]
-        return o["offload"] != "none", again, *axes, o["zero"] != 1, o["zero"], o["vp"], str(o)
+        return o["offload"] != "none", again, *axes, o["moe_overlap"], o["zero"] != 1, o["zero"], o["vp"], str(o)
 
 
 def layout_options(cfg: Config) -> dict[str, Any]:

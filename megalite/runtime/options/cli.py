@@ -261,6 +261,10 @@ def _where_is(name: Any, dialect: Dialect) -> str:
     ours = dialect.renamed.get(flag, name)
     if ours in GROUP_OF:
         return f"write {ours} under {GROUP_OF[ours]}"
+    if switched := dialect.switches.get(flag):
+        return (
+            "write " + ", ".join(f"{ours}: {value} under {GROUP_OF[ours]}" for ours, value in switched.items()).lower()
+        )
     if ours in get_type_hints(dialect.start):
         return f"give --{flag} on the command line"
     return suggest(str(name), [*GROUPS, *GROUP_OF])

@@ -73,7 +73,7 @@ GROUP_OF: dict[str, str] = {f.name: group for group, cls in GROUPS.items() for f
 """Option -> its group."""
 
 LAYOUT = (
-    *("tp", "cp", "ep", "etp", "pp", "vp", "sequence_parallel", "schedule", "micro_batch_size"),
+    *("tp", "cp", "ep", "etp", "pp", "vp", "sequence_parallel", "schedule", "moe_overlap", "micro_batch_size"),
     *("recompute", "zero", "zero_group", "offload"),
 )
 """Options that `--layout auto` chooses."""

@@ -192,8 +192,6 @@ def _check_overlap(cfg: StepConfig) -> None:
     rule = f"runs no forward pass beside a backward pass, as {' and '.join(pairs)} do"
     given = f"--moe-overlap with --schedule {p.schedule}"
     require(p.schedule in ("auto", *pairs), given, rule, "drop --schedule, or --moe-overlap")
-    rule = "a layer's weights are released by one pass while the other needs them"
-    require(p.zero < 3, f"--moe-overlap with --zero {p.zero}", rule, "give --zero 2, or drop --moe-overlap")
 
 
 def _check_choice(m: ModelConfig, num_experts: int) -> None:

@@ -17,7 +17,7 @@ from megalite.core.model.kinds import FEED_FORWARDS, HEADS
 from megalite.core.model.partition import blocks_by_kind
 from megalite.core.model.saved import element_size, residual_bytes, tokens
 from megalite.core.options.recompute import Extent
-from megalite.core.parts.ffn.experts import rows_received
+from megalite.core.parts.ffn.experts import experts_tp, rows_combined, rows_received
 from megalite.core.parts.memory.offload_memory import offloaded_bytes, sent_blocks
 from megalite.core.parts.options.expert_options import choose_dispatch
 from megalite.core.parts.schedules.choose import name_of
@@ -168,10 +168,7 @@ def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
         return 0
     width = element_size(cfg) * tokens(cfg)
     shards = p.tp if cfg.sequence_parallel else 1
-    # Outputs of experts, or their gradients, before and after they are ordered, and after an exchange; with shards, the
-    # last term allows for what is free by then.
-    exchanged = p.ep > 1 and shards == 1 and choose_dispatch(m, p)[0] == "alltoall"
-    combined = (2 + exchanged) * element_size(cfg) * rows_received(cfg) * m.hidden_size if m.num_experts else 0
+    combined = _combined_bytes(cfg)
     sends = min(MAX_SENDS, num_microbatches * p.vp) * width * m.hidden_size // shards if p.pp > 1 else 0
     if shards == 1:
         return sends + combined
@@ -180,6 +177,33 @@ def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
     matrices = (matrix for feed_forward in inner for matrix in feed_forward.matrices(m))
     widest = max((matrix.shape[0] for matrix in matrices if ("tp", 0) in matrix.sharded_dims), default=0)
     return sends + combined + width * (2 * m.hidden_size + widest // p.tp)
+
+
+def _combined_bytes(cfg: Config) -> int:
+    """Compute the bytes of outputs of experts, and of what is made of them: as many in an exchange, or their sums."""
+    m, p = cfg.model, cfg.parallel
+    if m.num_experts is None:
+        return 0
+    rows = rows_received(cfg)
+    exchanged = p.ep > 1 and choose_dispatch(m, p)[0] == "alltoall"
+    return element_size(cfg) * m.hidden_size * (rows + (rows if exchanged else rows_combined(cfg) // m.moe_topk))
+
+
+def _pair_bytes(cfg: Config) -> int:
+    """Compute the bytes that a forward pass takes on a GPU beside a backward pass, beyond a block that it keeps.
+
+    While tokens of one travel, the other works with as many. At the experts' places either that block or the one that
+    the backward pass is in keeps nothing of them, but what weight gradients that wait for traffic over tp need.
+    """
+    m, p = cfg.model, cfg.parallel
+    if not p.moe_overlap or p.device == "cpu":
+        return 0
+    first, gated = rows_received(cfg) * element_size(cfg), 1 + m.gated
+    width = m.expert_ffn_size // experts_tp(p)
+    waiting = first * (m.hidden_size + gated * width) if cfg.sequence_parallel and p.overlap_tp_reduce else 0
+    repeated = any(planned_block(cfg, i).recomputed is Extent.BLOCK for i in range(m.num_layers) if m.is_moe(i))
+    kept = 0 if repeated else first * (m.hidden_size + (gated + 1) * width)
+    return _combined_bytes(cfg) + waiting - kept
 
 
 @dataclass(frozen=True)
@@ -265,11 +289,13 @@ class _HeadBytes:
         logits: bytes kept of them.
         loss: workspace of the loss.
         work: workspace of a backward pass.
+        beside: what a forward pass beside it takes, beyond a block that it keeps.
     """
 
     logits: int
     loss: int
     work: int
+    beside: int
 
 
 def _head_bytes(cfg: Config, num_microbatches: int) -> _HeadBytes:
@@ -287,7 +313,7 @@ def _head_bytes(cfg: Config, num_microbatches: int) -> _HeadBytes:
         loss += e * rows * vocab  # its slope, in backward
     work = max(_gpu_workspace(cfg, num_microbatches), gathered_bytes(cfg))
     logits = 0 if chunked else (1 + m.mtp_num_layers) * e * held * vocab
-    return _HeadBytes(logits + HEADS[m.head].copied(cfg), loss, work)
+    return _HeadBytes(logits + HEADS[m.head].copied(cfg), loss, work, _pair_bytes(cfg))
 
 
 @lru_cache(maxsize=16)
@@ -313,7 +339,7 @@ def _peak_bytes(
     most, peak = 0, (0, 0)
     for kind, chunk, alive, deferred, growing in states:
         activations = sum(map(mul, alive, kept)) + sum(map(mul, deferred, back))
-        activations += 0 if growing is None else chunks[growing].block
+        activations += 0 if growing is None else chunks[growing].block + head.beside
         # The workspace of the operation comes on top of what is kept.
         activations += (chunks[chunk].recomputed if kind in "BI" else 0) + (head.work if kind in "BIW" else 0)
         activations += chunks[chunk].deferred_before if kind == "I" else 0

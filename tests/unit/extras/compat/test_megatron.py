@@ -121,7 +121,7 @@ def test_switch_sets_what_it_says(theirs: str) -> None:
         dashes = {True: [f"--{flag}"], False: [f"--no-{flag}"]}
         argv += dashes[value] if TYPES[name] is bool else [f"--{flag}", str(value)]
     # Some are about a checkpoint, some about experts.
-    experts = (*EXPERTS, "--moe-shared-ffn-size", "32") if any(name.startswith("moe_") for name in says) else ()
+    experts = (*EXPERTS, "--ep", "2", "--moe-shared-ffn-size", "32") if any("moe_" in name for name in says) else ()
     start = ("--resume", "runs/other", *experts)
     assert config(*start, f"--{theirs}") == config(*start, *argv)
     with pytest.raises(UserError, match="takes no value"):
@@ -303,10 +303,26 @@ def test_mistakes_are_reported_in_their_words(argv: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_file_with_one_of_their_names_says_what_ours_is(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("model: {num_attention_heads: 1}")
-    with pytest.raises(UserError, match="num_attention_heads: is not an option of model; write num_heads under model"):
+@pytest.mark.parametrize(
+    ("line", "ours"),
+    [
+        ("model: {num_attention_heads: 1}", "num_heads under model"),
+        ("parallel: {overlap_moe_expert_parallel_comm: true}", "moe_overlap: true under parallel"),
+        ("model: {use-distributed-optimizer: true}", "zero: 1 under parallel"),
+    ],
+)
+def test_a_file_with_one_of_their_names_says_what_ours_is(tmp_path: Path, line: str, ours: str) -> None:
+    (tmp_path / "c.yaml").write_text(line)
+    with pytest.raises(UserError, match=f"is not an option of .*; write {ours}$"):
         parse(["--config", str(tmp_path / "c.yaml")])
+
+
+def test_exchanges_of_experts_hidden_in_their_words() -> None:
+    """The flags of a published MoE recipe: what is delayed there has no part in what is trained."""
+    argv = "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    argv += " --overlap-moe-expert-parallel-comm --delay-wgrad-compute --ignore-megatron-flags"
+    ours = "--num-experts 8 --moe-topk 2 --ep 2 --moe-overlap"
+    assert config("--arch", "mixtral", *argv.split()) == config("--arch", "mixtral", *ours.split())
 
 
 def test_flags_are_refused_by_name_or_ignored_where_they_have_no_effect() -> None:

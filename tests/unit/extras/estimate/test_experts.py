@@ -141,3 +141,11 @@ def test_pairs_hide_their_exchanges_and_hold_what_is_planned(tool: Tool, more: s
     (share, *_) = paired_shares(name, cfg.parallel.pp, cfg.parallel.vp, 4)
     assert exposed == pytest.approx((1 - share) * whole, rel=0.1)
     assert paired["predicted_bytes"]["total"] == pytest.approx(paired["peak_bytes"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "more", ["--tp 2", "--tp 2 --etp 1", "--recompute full", "--zero 3", "--moe-dispatch allgather"]
+)
+def test_plans_of_pairs(tool: Tool, more: str) -> None:
+    real = tool.figures(f"{QWEN} --ep 8 --num-layers 4 --world 16 --global-batch-size 64 --moe-overlap {more}")
+    assert real["predicted_bytes"]["total"] == pytest.approx(real["peak_bytes"], rel=0.05)

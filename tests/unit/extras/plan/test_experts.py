@@ -17,7 +17,8 @@ from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import _gpu_workspace, memory_per_rank
 from megalite.extras.plan.memory.units import shapes_of
-from megalite.extras.plan.report import dry_run_report, explain_text
+from megalite.extras.plan.report import dry_run_report, explain_text, search_text
+from megalite.extras.plan.search import pick, search
 from megalite.extras.plan.time.step import pass_times, step_time
 from megalite.runtime.options.cli import parse
 from megalite.runtime.options.run import Config
@@ -166,10 +167,13 @@ def test_groups_of_ranks_that_share_experts(world: int, ep: int, group: str, alo
     assert "ep" in dry_run_report(cfg, Grid.from_config(cfg.parallel, world))
 
 
-@pytest.mark.parametrize(("dispatch", "states"), [("alltoall", 3), ("allgather", 2), ("auto", 2)])
-def test_the_outputs_of_a_gpu_are_planned_for(dispatch: str, states: int) -> None:
+@pytest.mark.parametrize(
+    ("dispatch", "rows"), [("alltoall", 2 * 4 * 1.5), ("allgather", 4 * 1.5 + 2), ("auto", 4 * 1.5 + 2)]
+)
+def test_the_outputs_of_a_gpu_are_planned_for(dispatch: str, rows: float) -> None:
+    """For each token: those that an exchange takes and brings, or those that are summed for all tokens of ep 2."""
     cfg = moe({"moe_topk": 4}, {"device": "cuda", "ep": 2, "moe_dispatch": dispatch}, micro_batch_size=2)
-    assert _gpu_workspace(cfg, 1) == states * 4 * 1.5 * (2 * 32 * 4) * 64
+    assert _gpu_workspace(cfg, 1) == rows * (2 * 32 * 4) * 64
 
 
 @pytest.mark.parametrize("layout", [{"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "etp": "1"}], ids=str)
@@ -199,6 +203,20 @@ def test_the_share_of_an_exchange_that_pairs_leave_in_the_open() -> None:
     pages = [explain_text(cfg, grid, cluster, time) for cfg, time in zip(cfgs, (plain, paired))]
     for page, word, other in zip(pages, ("with", "without"), (paired, plain)):
         assert f"  {word} --moe-overlap, ep is {other.ep:.4g} s" in page.splitlines()
+
+
+def test_a_search_proposes_pairs_where_they_pay() -> None:
+    """Several micro-batches of which each waits for its tokens, and not one alone; a flag holds."""
+    flags = "--preset qwen3-30b-a3b --vocab-size 512 --num-layers 8 --precision bf16 --seq-len 4096 --ep 8"
+    cluster, fixed = Cluster.parse("h100:8"), {"tp", "pp", "ep", "micro_batch_size", "recompute", "zero"}
+    for samples, more, pairs in ((32, "", True), (8, "", False), (32, "--no-moe-overlap", False)):
+        cfg = parse(f"{flags} --global-batch-size {samples} {more}".split()).config
+        candidates = search(cfg, cluster, fixed | {"moe_overlap"} if more else fixed)
+        best = pick(candidates)
+        assert best is not None
+        assert best.options["moe_overlap"] == pairs
+        page = search_text(candidates, cluster, [])
+        assert ("--moe-overlap" in page.split("* picked")[1]) == pairs
 
 
 def test_an_exchange_longer_than_the_other_pass_stays_open_for_the_rest() -> None:

@@ -10,7 +10,8 @@ routed. Whole experts (`--etp 1`) take the shards as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -101,13 +102,12 @@ class Experts(nn.Module):
         # Of two passes that take turns, the other may be one that will be repeated.
         if self.log.remembers and not self.log.recomputing and way.known is not None:
             self.log.counts[routing.key] = way.known
-        given = rows, way.sizes, weights_R
+        transform: Callable[..., torch.Tensor] = self._transform
         if self._too_many(len(rows), way.slots):
-            rows = checkpoint(self._transform, *given, use_reentrant=False, preserve_rng_state=False)
-        else:
-            rows = self._transform(*given)
+            transform = partial(checkpoint, transform, use_reentrant=False, preserve_rng_state=False)
         leave = scatter_sequence if self.sequence_parallel else reduce_from
-        return leave(way.bring_back(rows), self.tp)
+        # Nothing else refers to the outputs, of which others are made on the way back.
+        return leave(way.bring_back(transform(rows, way.sizes, weights_R)), self.tp)
 
     def _transform(self, x_RH: torch.Tensor, sizes: Sequence[int], weights_R: torch.Tensor | None) -> torch.Tensor:
         """Apply each expert to its rows, and weigh its outputs."""
