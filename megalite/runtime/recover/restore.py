@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ _MOST_RANKS = 2048
 JOIN = "join.json"
 # Key of the launcher's store.
 _HUB = "megalite/hub"
+# How long a store or a hub may take to answer, and a lost hub to have moved: 15 s to notice, and the turn of each rank.
+_ASK, _MOVE_S = timedelta(seconds=10), 20.0
+_NOBODY = "names no guard of rank 0 that answers", "start the run again, or see why its first host does not come"
 
 
 def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None:
@@ -175,31 +179,32 @@ def _check_sizes(cfg: Config, ctx: ParallelContext) -> None:
 def find_hub(folder: str, waits: bool) -> str:
     """Find where the guards meet; return what `GuardedRank.meet` takes.
 
-    The launcher's store says it, unless the hub has moved. What nobody listens at is from an earlier attempt: torchrun
-    keeps one store across restarts.
+    The launcher's store says it, unless the hub has moved. What nobody listens at is from an earlier attempt, as
+    torchrun keeps one store across restarts; or a hub that is lost, and the next one is there within seconds.
 
     Args:
         folder: from `folder_of_hubs`.
         waits: whether to wait until rank 0 has told; otherwise "" if it has not, or the launcher has no store then.
     """
-    if folder and (offer := succession.answering_offer(folder)):
-        return " ".join(map(str, offer))
-    if not (waits or under_torchrun()):
-        return ""
-    store, deadline = join_store()[0], time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
-    while waits or store.check([_HUB]):
-        told = store.get(_HUB).decode()
-        try:
-            socket.create_connection((store_host(), int(told.split()[0])), timeout=30).close()
-        except OSError:
-            if not waits:
-                break
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(1.0)
-        else:
-            return f"{store_host()} {told}"
-    return ""
+    began, store = time.monotonic(), None
+    while True:
+        if folder and (offer := succession.answering_offer(folder)):
+            return " ".join(map(str, offer))
+        if not (waits or under_torchrun()):
+            return ""
+        # Once the hub has moved, the launcher's store may be gone.
+        if not (folder and succession.newest_offer(folder)):
+            with contextlib.suppress(OSError, RuntimeError):  # torch's errors are of the latter kind
+                store = store or join_store(timeout=_ASK)[0]
+                if not (waits or store.check([_HUB])):
+                    return ""
+                told = store.get(_HUB).decode()
+                socket.create_connection((store_host(), int(told.split()[0])), timeout=_ASK.total_seconds()).close()
+                return f"{store_host()} {told}"
+        if time.monotonic() - began > (RENDEZVOUS_TIMEOUT.total_seconds() if waits else _MOVE_S * bool(folder)):
+            require(not waits, f"{store_host()}:{os.environ.get('MASTER_PORT')}", *_NOBODY)
+            return ""
+        time.sleep(0.5)
 
 
 def build(cfg: Config, ctx: ParallelContext, companion: Companion) -> Engine[Config]:

@@ -22,8 +22,7 @@ from hypothesis.stateful import (
 )
 
 from megalite.runtime.recover import hub as hub_module
-from megalite.runtime.recover.hub import Hub
-from megalite.runtime.recover.hub_base import UNFINISHED
+from megalite.runtime.recover.hub import UNFINISHED, Hub
 from megalite.runtime.recover.messages import (
     Break,
     Broken,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.runtime.recover import hub_base, succession
-from megalite.runtime.recover.hub_base import UNFINISHED
-from megalite.runtime.recover.messages import Break, End, Go, Leaves
+from megalite.runtime.recover import hub, succession
+from megalite.runtime.recover.hub import UNFINISHED
+from megalite.runtime.recover.messages import Break, End, Go, Leaves, Pause, Paused, StandIn, Stop
 from megalite.runtime.recover.offsite import first_number
 from megalite.runtime.recover.succession import Offer
 from tests.unit.train.hub_runs import Guard, Run, begin
@@ -113,8 +113,8 @@ def test_a_newcomer_is_none_of_those_who_are_to_come(made: list[Run], tmp_path: 
     run.loop.timers[0]()
     assert {number: go.rank for number, go in run.goes().items()} == {1: 0, 3: 1, 9: 2}
     second.comes_to(run.hub)
-    assert [peer.rank for peer in run.hub._guards.values()] == [0, 1, 2]
-    assert [peer.port for peer in run.hub._reserves] == [2]
+    assert [peer.rank for peer in run.hub._roster.guards.values()] == [0, 1, 2]
+    assert [peer.port for peer in run.hub._roster.reserves] == [2]
 
 
 def test_who_joins_a_hub_that_is_new_can_find_the_one_after(made: list[Run], tmp_path: Path) -> None:
@@ -151,19 +151,100 @@ def test_a_hub_from_which_most_hosts_are_gone(
     assert run.guards[0].told[-1] == Break(0), "they have time to notice"
     if begun:
         assert succession.begin_round(str(tmp_path), 1)
-    monkeypatch.setattr(hub_base, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(hub, "_NOTICE_S", 0.0)
     run.loop.timers[-1]()
     said = run.guards[0].told[-1]
     assert (isinstance(said, End) and said.code == -signal.SIGKILL) if begun else isinstance(said, Go), said
 
 
-def test_too_few_are_left(made: list[Run], tmp_path: Path) -> None:
+def test_fewer_than_the_minimum_save(made: list[Run], tmp_path: Path) -> None:
+    """They ended without a save: what the run had done since the last one was lost."""
     run = begin(made, 4, 1, fewest=4, folder=tmp_path)
     run.copy(1)
     _, _, second, third = run.guards
     run.next_hub(1)
     come(run, [second, third])
+    for go in run.goes().values():
+        assert (go.world, go.was, go.source, go.numbers, go.on_cpu) == (3, 4, 0, [1], False)
+        assert go.gave_up == "too few ranks are left"
+
+
+def test_less_than_a_replica_saves(made: list[Run], tmp_path: Path) -> None:
+    """Guards that stand in for what is missing load from the copies of others."""
+    run = begin(made, 4, 4, folder=tmp_path)
+    run.copy(1)
+    _, _, second, third = run.guards
+    run.next_hub(1)
+    come(run, [second, third])
+    assert [guard.number for guard in run.guards if isinstance(guard.told[-1], StandIn)] == [1]
+    run.guards.append(Guard(run.hub, 9, -1))
+    come(run, [])
+    for go in run.goes().values():
+        assert (go.world, go.was, go.source, go.numbers, go.on_cpu) == (4, 4, 0, [1], True)
+        assert go.gave_up == "too few ranks are left"
+    assert sorted(go.rank for go in run.goes().values()) == [0, 1, 2, 3]
+
+
+def test_without_copies_there_is_nothing_to_save(made: list[Run], tmp_path: Path) -> None:
+    run = begin(made, 4, 1, fewest=3, folder=tmp_path)
+    run.copy(1)
+    _, _, _, third = run.guards
+    run.next_hub(1)
+    come(run, [third])
+    run.loop.timers[0]()
     assert {said.code for guard in run.guards if isinstance(said := guard.told[-1], End)} == {UNFINISHED}
+
+
+def test_the_hubs_host_is_told_to_stop(made: list[Run], tmp_path: Path) -> None:
+    """It stopped the run; now all wait after a step, and the next hub goes on with the others."""
+    run = begin(made, 4, 1, folder=tmp_path)
+    run.copy(1)
+    hub, first, second, third = run.guards
+    hub.heard(Leaves())
+    run.loop.timers[-1]()
+    assert hub.told[-1] == Pause()
+    for guard in run.guards:
+        guard.heard(Paused(0))
+    run.next_hub(1)
+    come(run, [third, second])
+    assert not any(isinstance(said, Go) for said in first.told), "the last hub comes, too"
+    hub.comes_to(run.hub)
+    hub.heard(Leaves())
+    run.guards.append(hub)
+    come(run, [])
+    goes = run.goes()
+    assert {number: go.rank for number, go in goes.items()} == {0: -1, 1: 0, 2: 1, 3: 2}
+    for go in goes.values():
+        assert (go.world, go.was, go.source, go.numbers, go.reserve, list(go.ranks)) == (3, 4, 0, [1], 0, [])
+        assert go.cause == "host node0 leaves (rank 0)"
+    assert run.hub._recoveries == 0
+    leaver = run.guards.pop()
+    run.began()
+    assert leaver.told[-1] == End(0, "", kill=True)
+
+
+def test_the_hubs_host_is_told_to_stop_and_all_others(made: list[Run], tmp_path: Path) -> None:
+    """The run saves and ends; also if the others hear of it when the last hub has gone."""
+    run = begin(made, 3, 1, folder=tmp_path)
+    run.copy(1)
+    for guard in run.guards:
+        guard.heard(Leaves())
+    assert run.guards[2].told[-1] == Stop()
+    run = begin(made, 3, 1, folder=tmp_path)
+    run.copy(1)
+    hub, first, second = run.guards
+    hub.heard(Leaves())
+    run.loop.timers[-1]()
+    for guard in run.guards:
+        guard.heard(Paused(0))
+    run.next_hub(1)
+    for guard in (first, second, hub):
+        if guard is not first:
+            guard.comes_to(run.hub)
+            run.guards.append(guard)
+        guard.heard(Leaves())
+    come(run, [])
+    assert {(go.world, go.gave_up) for go in run.goes().values()} == {(3, "too few ranks are left")}
 
 
 def test_one_that_was_to_leave_gets_no_place(made: list[Run], tmp_path: Path) -> None:

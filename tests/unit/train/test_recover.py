@@ -699,19 +699,43 @@ def test_a_reserve_waits_for_the_hub_of_this_attempt(monkeypatch: pytest.MonkeyP
             return offer
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr(restore, "join_store", lambda: (Store(), 0, 1))
+        monkeypatch.setattr(restore, "join_store", lambda **_: (Store(), 0, 1))
         assert restore.find_hub("", waits=True) == f"127.0.0.1 {server.getsockname()[1]} new"
 
 
 def test_the_hub_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that comes back asked the store of the first one, which is lost, and waited for it for ten minutes."""
-    monkeypatch.setattr(restore, "join_store", lambda: pytest.fail("nobody answers there"))
+    monkeypatch.setattr(restore, "join_store", lambda **_: pytest.fail("nobody answers there"))
     folder = str(tmp_path / "hub")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         for number, here in enumerate((reserve_port(), port), 1):
             assert succession.make_offer(folder, number, succession.Offer("127.0.0.1", here, "secret"))
         assert restore.find_hub(folder, waits=True) == f"127.0.0.1 {port} secret"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_hub_is_lost_and_has_not_moved_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """A host that comes back just then took itself for one of a first start, and waited ten minutes for the others."""
+    store = dist.HashStore()
+    store.set("megalite/hub", f"{reserve_port()} old")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    folder, asked = str(tmp_path / "hub"), list[str]()
+
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+        def get(self, key: str) -> bytes:
+            asked.append(key)
+            if len(asked) == 2:
+                port = server.getsockname()[1]
+                assert succession.make_offer(folder, 1, succession.Offer("127.0.0.1", port, "secret"))
+            return store.get(key)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(restore, "join_store", lambda **_: (Store(), 0, 1))
+        assert restore.find_hub(folder, waits) == f"127.0.0.1 {server.getsockname()[1]} secret"
 
 
 def test_a_host_that_joins_is_of_the_launchers_world(monkeypatch: pytest.MonkeyPatch) -> None:
