@@ -1,9 +1,8 @@
 """Take hosts of `--elastic` runs away and give them back at random: `python -m tests.soak.elastic --minutes 60`.
 
 Network namespaces are hosts (requires root). One is powered off, told to leave, cut off, or loses a guard or a trainer;
-later it is started again. It may be that of the hub, which is not told to leave, as that ends the run. Hosts have one
-rank or two, and one of them may wait in reserve. Every line of metrics.jsonl
-is compared with that of a run that nothing happened to.
+later it is started again. It may be that of the hub. Hosts have one rank or two, and one of them may wait in reserve.
+Every line of metrics.jsonl is compared with that of a run that nothing happened to.
 """
 
 from __future__ import annotations
@@ -150,15 +149,17 @@ class Soak:
                 self.total["returns"] += 1
             here = [host for host in range(shape.hosts) if host not in away]
             for host in self.draw.sample(here, min(len(here), self.draw.choice([1, 1, 1, 2]))):
-                left = shape.hosts - len(away)
+                if not shape.may_lose(shape.hosts - len(away)):
+                    continue
                 own = [jobs[rank] for rank in shape.ranks_of(host)]
-                if shape.may_lose(left) and (kind := self.hit(run, own, host, hub := has_hub(run, own))):
+                hub = has_hub(run, own)
+                if kind := self.hit(run, own, host):
                     self.total[kind + ", the hub's" * hub] += 1
                     if kind != "trainer":
                         away[host] = time.monotonic() + self.draw.uniform(0, 25)
 
-    def hit(self, run: Path, jobs: list[Job], host: int, hub: bool) -> str:
-        kind = self.draw.choice([kind for kind in KINDS if not (hub and kind == "leave")])
+    def hit(self, run: Path, jobs: list[Job], host: int) -> str:
+        kind = self.draw.choice(KINDS)
         with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
             match kind:
                 case "power off":

@@ -78,9 +78,9 @@ def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None
     assert isinstance(companion, GuardedRank)
     spares, rule = cfg.run.spare_ranks, "must be known before the ranks start"
     require(companion.turn.spares == spares, f"--spare-ranks {spares}", rule, "give it on the command line")
-    if cfg.run.elastic:
-        _check_sizes(cfg, ctx)
     if companion.round == 0:
+        if cfg.run.elastic:
+            _check_sizes(cfg, ctx)
         folder = folder_of_hubs(cfg)
         alone = len(set(gather_texts(network(), ctx.world, ctx.device))) == 1
         elsewhere, offer = cfg.run.recover == "host", ""
