@@ -168,6 +168,31 @@ def test_a_hub_that_hangs_up_at_once_cannot_be_reached(
         guard._meet(Meet(0, "localhost", 1, "", False))
 
 
+@pytest.mark.parametrize("greeted", [True, False])
+def test_a_host_that_joins_finds_the_hub_after_one_that_is_lost(
+    tmp_path: Path, make: Callable[..., Rank], greeted: bool
+) -> None:
+    """Between its look and the first words of its hub it ended, as if the run were over."""
+    rank, folder = make(), str(tmp_path / "hub")
+    meeting = Meet(-1, "127.0.0.1", reserve_port(), "secret", True, True, "same", "ours", folder)
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        rank.guard._hub = None
+        if greeted:
+            rank.guard._meet(meeting._replace(port=first.getsockname()[1]))
+            first.accept()[0].close()
+            rank.until(lambda: rank.guard._hub is None)
+        else:
+            rank.guard._meet(meeting)
+        offer = succession.Offer("127.0.0.1", reserve_port(), "secret")
+        assert succession.make_offer(folder, 1, offer), "of a hub that is lost, too"
+        assert succession.make_offer(folder, 2, offer._replace(port=second.getsockname()[1]))
+        rank.until(lambda: readable(second.fileno(), 0))
+        rank.hub = second.accept()[0]
+        said = rank.hears(Hello)
+        assert (said.rank, said.token, said.identity, said.data) == (-1, "secret", "same", "ours")
+        rank.hub.close()
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_nobody_else_reaches_the_guards_of_one_host(alone: bool) -> None:
     """They used to listen on all interfaces; other hosts' have to be let in."""
