@@ -88,6 +88,8 @@ class Soak:
         self.total, self.seconds = Counter[str](), defaultdict[str, list[float]](list)
         # When hosts of this run were powered off.
         self.killed: list[float] = []
+        # What was done to this run.
+        self.hits: list[str] = []
 
     def flags(self, layout: str) -> list[str]:
         every = ["--save-every", "20", "--eval-every", "15", "--eval-steps", "1", "--exit-interval", str(self.steps)]
@@ -109,18 +111,21 @@ class Soak:
         flags = [*self.flags(layout), "--elastic", "--grow-after", "0", "--max-recoveries", "100000"]
         flags += ["--min-ranks", str(shape.fewest)]
         print(f"run {self.total['runs']}: {layout}, {shape}", flush=True)
-        self.killed = []
+        self.killed, self.hits = [], []
         jobs = self.hosts.begin(folder, flags, shape.spares, each=shape.each, count=shape.hosts, launched=True)
         jobs[0].wait_for(0, "step 2/")
         try:
             here = self.hit_to_the_end(folder / "run", jobs, shape)
             ends = [jobs[rank].end(120)[0] for host in here for rank in shape.ranks_of(host)]
+            # Who comes just as the hub is lost may not know of the next one.
+            assert 0 in {left.code for left in ends} <= {0, -signal.SIGKILL}, ends
+        except AssertionError:
+            print(*self.hits, *(f"job {rank}:\n{job.text(0)}" for rank, job in enumerate(jobs)), sep="\n")
+            raise
         finally:
             for host in range(shape.hosts):
                 self.hosts.cable(host, "up")
                 self.hosts.power_off(host)
-        # Who comes just as the hub is lost may not know of the next one.
-        assert 0 in {left.code for left in ends} <= {0, -signal.SIGKILL}, ends
         self.compare(folder / "run", whole)
         shutil.rmtree(folder)
 
@@ -147,6 +152,7 @@ class Soak:
                 for rank in shape.ranks_of(host):
                     jobs[rank] = self.hosts.start(rank)
                 self.total["returns"] += 1
+                self.hits.append(f"{time.strftime('%X')} return: host {host}")
             here = [host for host in range(shape.hosts) if host not in away]
             for host in self.draw.sample(here, min(len(here), self.draw.choice([1, 1, 1, 2]))):
                 if not shape.may_lose(shape.hosts - len(away)):
@@ -155,6 +161,7 @@ class Soak:
                 hub = has_hub(run, own)
                 if kind := self.hit(run, own, host):
                     self.total[kind + ", the hub's" * hub] += 1
+                    self.hits.append(f"{time.strftime('%X')} {kind}: host {host}{', the hub' * hub}")
                     if kind != "trainer":
                         away[host] = time.monotonic() + self.draw.uniform(0, 25)
 

@@ -45,7 +45,7 @@ _TELL_S = 2.0  # before that, to tell what they know
 # A host that joins tries again, as the hub may have moved.
 _CONNECT_S, _JOIN_S = 30.0, 5.0
 # Where the hub's host is lost: how often the next hub is looked for, how much later each rank would be it, the last
-# ones together, and after them those that were told to stop; and when a guard gives up.
+# ones together, after them those in reserve, and those that were told to stop; and when a guard gives up.
 _SEEK_EVERY_S, _TURN_S, _LAST_TURN_S, _SEEK_S = 0.1, 0.05, 3.0, 60.0
 _LOOK_S = 0.01  # a killed process is gone in milliseconds
 # A host on which processes die before they can wait has no memory for another.
@@ -359,8 +359,9 @@ class Guard:
         waited, folder = time.monotonic() - self._sought_since, self._meeting.folder
         # Who has not heard of this hub does not know how many there were before.
         offer = succession.find_offer(folder, self._sought) if self._state else succession.newest_offer(folder)
-        turn = min(self._rank * _TURN_S, _LAST_TURN_S) + _LAST_TURN_S * self._leaves
-        if offer is None and self._state and self._rank >= 0 and waited >= turn:
+        # Those in reserve are last, where all that had a rank are gone; and among equals those that are to stay.
+        turn = min(self._rank * _TURN_S, _LAST_TURN_S) if self._rank >= 0 else 2 * _LAST_TURN_S
+        if offer is None and self._state and waited >= turn + _LAST_TURN_S * self._leaves:
             offer = self._take_hubs_place()
         if offer is not None:
             self._sought += bool(self._state)

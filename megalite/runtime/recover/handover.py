@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 from megalite.runtime.recover import messages, succession
 from megalite.runtime.recover.peers import Peer, address_of, missing
 from megalite.runtime.recover.roster import Roster
+
+# Others may notice so much later that the hub's host is lost.
+NOTICE_S = 15.0
 
 
 class Handover:
@@ -89,6 +94,14 @@ class Handover:
         """Whether fewer than half of all guards are left: a lost connection may have cut the run in two."""
         before = self.last.here + self.last.others if self.last else self._strength
         return 2 * len(self._roster.everyone()) < before
+
+    def time_for_others(self, died: float) -> float:
+        """How many seconds most hosts, which are gone, still have to begin the next round if they live.
+
+        Args:
+            died: when the round was broken, as `time.monotonic`.
+        """
+        return died + 2 * NOTICE_S - time.monotonic() if self.is_cut_off() else 0.0
 
     def may_begin(self, round_: int) -> bool:
         """Whether no other hub has begun a round; told by the disk, which only a hub that is new cannot do without."""

@@ -6,21 +6,20 @@ must know to take its place; the guard that does is rank 0 from then on. Standar
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import signal
 import socket
 import time
-from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 
 from megalite.core.base.log import env_int, unfinished_code
 from megalite.runtime.recover import messages
-from megalite.runtime.recover.connections import EventLoop, Link, is_token, open_server
-from megalite.runtime.recover.handover import Handover
+from megalite.runtime.recover.changes import Changes
+from megalite.runtime.recover.connections import EventLoop, open_server
+from megalite.runtime.recover.deaths import Deaths
+from megalite.runtime.recover.door import Door
+from megalite.runtime.recover.handover import NOTICE_S, Handover
 from megalite.runtime.recover.peers import (
-    OTHER,
-    OTHER_DATA,
     Failure,
     Peer,
     address_of,
@@ -28,8 +27,6 @@ from megalite.runtime.recover.peers import (
     dismiss,
     find_copies,
     find_lenders,
-    has_other_data,
-    refuse,
     stop_with,
 )
 from megalite.runtime.recover.processes import say
@@ -37,14 +34,8 @@ from megalite.runtime.recover.roster import Roster
 
 # A killed process is gone in milliseconds, unless a driver or a disk holds it.
 GATHER_S = 60.0
-# Others may notice so much later that the hub's host is lost.
-_NOTICE_S = 15.0
 # What a scheduler takes for "start it again" (EX_TEMPFAIL).
 UNFINISHED = 75
-# A rank that dies this often at one step has a cause that no repetition cures.
-_DEATHS_AT_A_STEP = 3
-# Hosts that come back do so together, and so do signals that ask all of them to stop.
-_QUIET_S, _TOLD_TOGETHER_S = 10.0, 3.0
 # What the guard of rank 0 says once guards take the place of each other; launchers look for it.
 MET = "all ranks have met"
 
@@ -80,24 +71,19 @@ class Hub:
         own: messages.Address = ("", 0),
         token: str = "",
     ) -> None:
-        self._loop, self._own, self._limit, self._elsewhere = loop, own, listen.limit, listen.elsewhere
-        self._unit, self._grow_after, self._identity, self._data = listen.unit, listen.grow_after, listen.identity, ""
-        self._roster = Roster(listen)
+        self._loop, self._own, self._elsewhere, self._moves = loop, own, listen.elsewhere, bool(listen.folder)
+        self._unit, self._roster, self._deaths = listen.unit, Roster(listen), Deaths(listen.limit)
         self._handover = Handover(listen, self._roster, state)
-        self._moves = bool(listen.folder)
-        # When ranks may join at the earliest, and how often somebody has come or a round begun.
-        self._grows_at, self._changes = 0.0, 0
-        self._server = server or open_server(listen.alone)
-        self.port, self.token = self._server.getsockname()[1], token or secrets.token_hex(16)
+        self._changes = Changes(loop, listen, self._roster, self._fitting, self._pause)
+        server = server or open_server(listen.alone)
+        self._door = Door(loop, server, token, listen.identity, self._roster, self._handover.admit, self._enter)
+        self.port, self.token = self._door.port, self._door.token
         self.store: socket.socket | None = None
         # Reserves that have not said hello yet.
         self._expected = spares
         # How many seconds these are waited for where the launcher replaces what is lost.
         self._patience = env_int("MEGALITE_RESERVE_WAIT", 0)
-        self._round = 0
-        self._recoveries = 0
-        self._gave_up = ""
-        self._ended = False
+        self._round, self._gave_up, self._ended = 0, "", False
         # Whether some ranks are on hosts that have no device for them.
         self._stood_in = False
         self._broken: Failure | None = None
@@ -111,33 +97,14 @@ class Hub:
         self._gone, self._left = dict[int, Peer](), dict[int, Peer]()
         # Of whom ranks load what the round goes on from, where that is of another layout.
         self._lenders = list[Peer]()
-        self._deaths: Counter[tuple[int, int]] = Counter()
         if state:
             self._take_over(state)
-            for seconds in (_NOTICE_S, GATHER_S, max(GATHER_S, self._patience)):
+            for seconds in (NOTICE_S, GATHER_S, max(GATHER_S, self._patience)):
                 loop.after(seconds, partial(self._expect_nobody, seconds))
-        loop.watch(self._server.fileno(), self._accept)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # whoever it was has hung up
-            link = Link(self._loop, self._server.accept()[0], lambda _: None)
-            link.heard = lambda message: self._introduce(link, message)
-
-    def _introduce(self, link: Link, message: messages.Message | None) -> None:
-        """Take in a guard that knows the token; hang up on anybody else."""
-        if not (isinstance(message, messages.Hello) and is_token(message.token, self.token)):
-            link.close()
-            return
-        peer = Peer(link, message.rank, message.port, message.network, message.host, data=message.data)
-        self._handover.admit(peer)
-        # Stand-ins are forks of those that are here.
-        if peer.rank < 0 and message.identity != self._identity and not self._stood_in:
-            refuse(peer, OTHER)
-            return
-        if has_other_data(peer, self._data):
-            refuse(peer, OTHER_DATA)
-            return
-        link.heard = lambda message: self._hear(peer, message)
+    def _enter(self, peer: Peer) -> None:
+        """Take in a guard."""
+        peer.link.heard = lambda message: self._hear(peer, message)
         if peer.rank < 0:
             self._roster.reserves.append(peer)
             is_back = not self._expected
@@ -148,13 +115,13 @@ class Hub:
         if self._broken is not None:
             self._handover.greet(peer)
             self._tell_state()
-            link.send(messages.Break(self._round))
+            peer.link.send(messages.Break(self._round))
             self._fill_vacancies()
         elif peer.rank < 0:
             if is_back:
                 say(0, f"a rank on {peer.host} is back, in reserve")
             self._tell_state()
-            self._look_for_growth()
+            self._changes.look()
         elif self._elsewhere and peer.rank >= 0 and len(self._roster.guards) == self._roster.world:
             for rank, address in enumerate(self._roster.buddies()):
                 self._roster.guards[rank].link.send(messages.Buddy(address))
@@ -162,15 +129,11 @@ class Hub:
             say(0, f"{MET}: the loss of a host does not end the run at once from here on")
 
     def learn_data(self, digest: str) -> None:
-        """Hear from rank 0 what the run began with: reserves that came earlier may have other data."""
-        if self._data:
-            return  # a later process need not have read the tasks again
-        self._data = digest
-        self._tell_state()
-        for peer in [peer for peer in self._roster.reserves if has_other_data(peer, digest)]:
-            self._roster.reserves.remove(peer)
-            refuse(peer, OTHER_DATA)
-        self._go_if_all_are_dead()
+        """Hear from rank 0 what the run began with."""
+        if not self._door.data:  # a later process need not have read the tasks again
+            self._door.learn_data(digest)
+            self._tell_state()
+            self._go_if_all_are_dead()
 
     def _hear(self, peer: Peer, message: messages.Message | None) -> None:
         if self._ended:
@@ -183,10 +146,7 @@ class Hub:
             case messages.Broken() if message.round == self._round:
                 self._break(peer.rank, message.cause, message.died)
             case messages.Killed() if message.round == self._round:
-                peer.held = {(number, step) for number, step in message.held}
-                peer.kept = {rank: {(number, step) for number, step in held} for rank, held in message.kept}
-                lent = message.lent
-                peer.lent = {(layout, rank): {(number, step) for number, step in held} for layout, rank, held in lent}
+                peer.answer(message)
                 self._silent.discard(peer.rank)
                 self._go_if_all_are_dead()
             case messages.Taken() if message.round == self._round:
@@ -202,7 +162,8 @@ class Hub:
             case messages.HubState() if self._handover.last:
                 self._hear_state(peer, message)
             case messages.Leaves():
-                self._ask_to_leave(peer)
+                peer.leaves = True
+                self._changes.ask_to_leave(peer) if peer.rank >= 0 else self._let_go()
             case messages.Done() if message.round == self._round and self._broken is None:
                 self._done.add(peer.rank)
                 if len(self._done) == self._roster.world:
@@ -257,12 +218,12 @@ class Hub:
     def _tell_state(self, over: bool = False) -> None:
         """Tell all what who takes this hub's place must know; `over`: nobody is to take it."""
         round_ = -1 if over else self._round
-        self._handover.tell(round_, self._recoveries, self._data, whole=self._broken is None)
+        self._handover.tell(round_, self._deaths.recoveries, self._door.data, whole=self._broken is None)
 
     def _take_over(self, state: messages.HubState) -> None:
         """Begin where the last hub was: its round is broken, and all who come get new places."""
         self._roster.restore(state)
-        self._round, self._recoveries, self._data = state.round, state.recoveries, state.data
+        self._round, self._deaths.recoveries, self._door.data = state.round, state.recoveries, state.data
         self._expected = self._handover.expected()
         self._silent, self._lost = set(self._roster.vacant), set(self._roster.vacant)
         dead = set[int]() if state.leaves else {0}
@@ -287,42 +248,7 @@ class Hub:
             self._patience = self._patience if waited < self._patience else 0
             self._go_if_all_are_dead()
 
-    def _lets_others_begin(self) -> bool:
-        """Whether most hosts are gone so short a while ago that they may live, and begin the next round."""
-        assert self._broken is not None
-        left = self._broken.died + 2 * _NOTICE_S - time.monotonic()
-        if not self._handover.is_cut_off() or left <= 0:
-            return False
-        self._loop.after(left, self._go_if_all_are_dead)
-        return True
-
     # --------------------------------------------------------------------------------------- hosts that come and go
-
-    def _look_for_growth(self) -> None:
-        """Once nobody has come for a while, and no round has begun, see whether those who wait make a replica."""
-        if self._unit:
-            self._changes += 1
-            quiet = min(_QUIET_S, self._grow_after)
-            self._loop.after(max(quiet, self._grows_at - time.monotonic()), partial(self._grow, self._changes))
-
-    def _grow(self, changes: int) -> None:
-        if changes == self._changes and self._fitting() > self._roster.world:
-            self._pause()
-
-    def _ask_to_leave(self, peer: Peer) -> None:
-        """Let a host go that was told to stop; but if the run cannot go on without it, all stop."""
-        peer.leaves = True
-        if peer.rank < 0:
-            self._let_go()
-        elif 0 not in self._roster.guards or not self._fitting():
-            stop_with(peer)
-        else:
-            # The whole run may have been told to, and the other hosts, with the hub, hear of it a little later.
-            self._loop.after(_TOLD_TOGETHER_S, self._pause_for_leavers)
-
-    def _pause_for_leavers(self) -> None:
-        if any(peer.leaves for peer in self._roster.guards.values()):
-            self._pause()
 
     def _pause(self) -> None:
         """Have all trainers wait after a step; the first one tells the others."""
@@ -337,7 +263,7 @@ class Hub:
         if not (self._roster.guards[0].leaves and self._fitting()):
             self._break(-1, "", died=False)
             return
-        self._handover.tell(self._round, self._recoveries, self._data, whole=True, leaves=True)
+        self._handover.tell(self._round, self._deaths.recoveries, self._door.data, whole=True, leaves=True)
         self._close()
         for peer in self._roster.everyone():
             peer.link.close()
@@ -387,35 +313,32 @@ class Hub:
         """Have those who keep the lost ranks' copies start guards for them, for a last save: nobody is in reserve."""
         assert self._broken is not None
         if self._handover.last:
-            if all(peer.held is not None for peer in self._roster.reserves):
-                self._save_elsewhere()
+            self._save_elsewhere()
             return
         common, keepers = find_copies(self._roster.guards, self._roster.world)
         lost = sorted(set(self._roster.vacant) - set(keepers))
-        self._gave_up, self._stood_in = "no rank is left in reserve", True
-        if lost or not common:
-            what = f"copies of ranks {lost}" if lost else "a copy of a step that all ranks have"
-            self._end(1, f"{self._broken.cause}; {self._gave_up}, and nobody has {what}", kill=True)
+        if not lost and common:
+            self._give_up("no rank is left in reserve", [keepers[rank] for rank in self._roster.vacant])
             return
-        self._expected = len(self._roster.vacant)
-        for rank in self._roster.vacant:
-            keepers[rank].link.send(messages.StandIn())
-        self._loop.after(GATHER_S, partial(self._give_up_waiting, self._round))
+        what = f"copies of ranks {lost}" if lost else "a copy of a step that all ranks have"
+        self._end(1, f"{self._broken.cause}; no rank is left in reserve, and nobody has {what}", kill=True)
 
     def _save_elsewhere(self) -> None:
         """Have those who are left, where the last hub is gone, save what their copies hold, as a replica or more."""
-        self._gave_up = "too few ranks are left"
-        for peer in self._roster.reserves:
-            peer.leaves = False
-        here = self._roster.waiting()
-        self._expected = max(0, self._unit - len(here))
-        self._stood_in = self._expected > 0
-        for i in range(self._expected):
-            here[i % len(here)].link.send(messages.StandIn())
-        if self._stood_in:
-            self._loop.after(GATHER_S, partial(self._give_up_waiting, self._round))
-        else:
+        here = self._roster.reserves
+        if all(peer.held is not None for peer in here):
+            for peer in here:
+                peer.leaves = False
+            self._give_up("too few ranks are left", [here[i % len(here)] for i in range(self._unit - len(here))])
             self._go_if_all_are_dead()
+
+    def _give_up(self, why: str, keepers: Sequence[Peer]) -> None:
+        """Have a last save made, for which each of these starts one more guard."""
+        self._gave_up, self._expected = why, len(keepers)
+        self._stood_in = self._door.for_all = bool(keepers)
+        for keeper in keepers:
+            keeper.link.send(messages.StandIn())
+        self._loop.after(GATHER_S, partial(self._give_up_waiting, self._round))
 
     def _go_if_all_are_dead(self) -> None:
         """Begin the next round with the copies that all ranks have."""
@@ -425,7 +348,8 @@ class Hub:
         fits = self._fitting()
         if self._roster.vacant and (self._expected or (self._patience and not fits)):
             return
-        if self._handover.last is None and self._lets_others_begin():
+        if self._handover.last is None and (wait := self._handover.time_for_others(self._broken.died)) > 0:
+            self._loop.after(wait, self._go_if_all_are_dead)
             return
         if self._handover.last and self._handover.is_cut_off():
             self._end(-signal.SIGKILL, "most hosts cannot be reached: if they live, they go on", kill=True)
@@ -433,6 +357,9 @@ class Hub:
         world = fits or self._roster.world
         if self._handover.last and self._gave_up:
             world = len(self._roster.waiting()) // self._unit * self._unit
+            if world == 0:
+                self._end_unfinished(f"{self._gave_up}, and nobody stands in for the others")
+                return
         elif self._roster.vacant and not fits:
             self._ask_for_stand_ins()
             return
@@ -449,7 +376,10 @@ class Hub:
             self._gone = self._handover.lost()
             self._left = {peer.was: peer for peer in self._roster.reserves if peer.leaves and peer.was >= 0}
             self._broken.dead.update(self._gone)
-        self._lenders, ranks = lenders, self._count_deaths(common)
+        # Where nobody has died, who lost a connection counts.
+        self._lenders, ranks = lenders, sorted(self._broken.dead) or [r for r in [self._broken.rank] if r >= 0]
+        why = self._deaths.count(ranks, self._gone if self._unit else (), common[0][1] if common else -1)
+        self._gave_up = why if why and not self._gave_up else self._gave_up
         if self._gave_up and not common:
             self._end_unfinished(f"{self._broken.cause}; {self._gave_up}, and there is no state to save")
             return
@@ -473,24 +403,6 @@ class Hub:
             change = describe_change(self._gone, self._left, joined, stay)
             go = go._replace(cause=change or go.cause or "a host that was to join is gone again")
         self._go(go, keepers if common else {})
-
-    def _count_deaths(self, common: list[messages.Copy]) -> list[int]:
-        """Count a recovery, and the ranks that have died in it, which are returned; nobody has where all had paused."""
-        assert self._broken is not None
-        # Where nobody has died, who lost a connection counts.
-        ranks = sorted(self._broken.dead) or [rank for rank in [self._broken.rank] if rank >= 0]
-        for rank in ranks:
-            # Changes give lost hosts' ranks to others: which host it was is not in the number.
-            if self._unit and rank in self._gone:
-                continue
-            at = (rank, common[0][1] if common else -1)
-            self._deaths[at] += 1
-            if self._deaths[at] == _DEATHS_AT_A_STEP:
-                self._gave_up = f"rank {rank} has died {_DEATHS_AT_A_STEP} times at one step"
-        self._recoveries += bool(ranks)
-        if not self._gave_up and self._recoveries > self._limit:
-            self._gave_up = f"there were more than --max-recoveries {self._limit} recoveries"
-        return ranks
 
     def _go(self, go: messages.Go, keepers: dict[int, Peer]) -> None:
         if not self._handover.may_begin(go.round):
@@ -517,9 +429,7 @@ class Hub:
             peer.held, peer.kept, peer.lent, peer.was = None, None, None, -1
         if self._unit:
             self._loop.after(GATHER_S, partial(self._give_up_deaf, self._round))
-            self._grows_at = time.monotonic() + self._grow_after
-            self._look_for_growth()
-            self._pause_for_leavers()  # who was told to meanwhile
+            self._changes.begin()
 
     # ------------------------------------------------------------------------------------------- who says nothing
 
@@ -582,6 +492,4 @@ class Hub:
 
     def _close(self) -> None:
         self._ended = True
-        # Nobody takes this hub for that of the next attempt.
-        self._loop.forget(self._server.fileno())
-        self._server.close()
+        self._door.close()

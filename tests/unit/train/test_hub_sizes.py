@@ -122,7 +122,7 @@ def test_without_a_whole_replica_the_run_saves(made: list[Run]) -> None:
     run.copy(1)
     run.lose(1)
     assert [guard.number for guard in run.guards if isinstance(guard.told[-1], StandIn)] == [3]
-    run.hub._identity = "which stand-ins do not know"
+    run.hub._door._identity = "which stand-ins do not know"
     run.guards.append(Guard(run.hub, 9, -1))
     run.guards[-1].answers(0)
     assert {go.world for go in run.goes().values()} == {0}
@@ -176,7 +176,7 @@ def test_a_host_that_comes_back_joins(made: list[Run]) -> None:
         assert go.numbers == [first_number(1)]
         assert go.cause == "host node9 joins (rank 3)"
         assert [port for _, port in go.lenders] == [0, 2, 3]
-    assert run.hub._recoveries == 1
+    assert run.hub._deaths.recoveries == 1
 
 
 def test_a_host_that_is_gone_again_before_it_joins(made: list[Run]) -> None:
@@ -314,7 +314,7 @@ def test_a_host_is_lost_while_one_that_has_its_copies_is_to_leave(made: list[Run
 
 def test_a_host_with_other_options_is_refused(made: list[Run]) -> None:
     run = begin(made, 3, 1)
-    run.hub._identity = "other"
+    run.hub._door._identity = "other"
     assert isinstance(Guard(run.hub, 9, -1).told[-1], Refuse)
     assert run.hub._roster.reserves == []
 
@@ -427,7 +427,7 @@ def test_hosts_that_are_lost_one_after_the_other_are_no_rank_that_dies_at_every_
         run.lose(number)
         assert {(go.world, tuple(go.ranks), go.gave_up) for go in run.goes().values()} == {(8 - number, (1,), "")}
         run.settle()
-    assert run.hub._recoveries == 3
+    assert run.hub._deaths.recoveries == 3
     for number in (3, 4, 5):
         run.hub._break(1, "rank 1 died", died=True)
         for guard in run.guards:

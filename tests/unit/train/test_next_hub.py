@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.runtime.recover import hub, succession
+from megalite.runtime.recover import handover, succession
 from megalite.runtime.recover.hub import UNFINISHED
 from megalite.runtime.recover.messages import Break, End, Go, Leaves, Pause, Paused, StandIn, Stop
 from megalite.runtime.recover.offsite import first_number
@@ -42,7 +42,7 @@ def test_the_others_go_on(made: list[Run], tmp_path: Path) -> None:
         assert (go.world, go.was, go.layout, go.source, go.reserve, go.numbers) == (3, 4, 1, 0, 0, [2, 1])
         assert (go.cause, list(go.ranks)) == ("host node0 is lost (rank 0)", [0])
         assert {port for _, port in go.lenders} == {1, 2, 3}
-    assert run.hub._recoveries == 1
+    assert run.hub._deaths.recoveries == 1
     # A second loss, and that of this hub.
     run.copy(first_number(1))
     run.lose(1)
@@ -51,7 +51,7 @@ def test_the_others_go_on(made: list[Run], tmp_path: Path) -> None:
     run.next_hub(3)
     come(run, [])
     assert (run.guards[0].go().rank, run.guards[0].go().world, run.guards[0].go().round) == (0, 1, 3)
-    assert run.hub._recoveries == 3
+    assert run.hub._deaths.recoveries == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["round_1", "round_2", "round_3"]
 
 
@@ -151,7 +151,7 @@ def test_a_hub_from_which_most_hosts_are_gone(
     assert run.guards[0].told[-1] == Break(0), "they have time to notice"
     if begun:
         assert succession.begin_round(str(tmp_path), 1)
-    monkeypatch.setattr(hub, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(handover, "NOTICE_S", 0.0)
     run.loop.timers[-1]()
     said = run.guards[0].told[-1]
     assert (isinstance(said, End) and said.code == -signal.SIGKILL) if begun else isinstance(said, Go), said
@@ -217,7 +217,7 @@ def test_the_hubs_host_is_told_to_stop(made: list[Run], tmp_path: Path) -> None:
     for go in goes.values():
         assert (go.world, go.was, go.source, go.numbers, go.reserve, list(go.ranks)) == (3, 4, 0, [1], 0, [])
         assert go.cause == "host node0 leaves (rank 0)"
-    assert run.hub._recoveries == 0
+    assert run.hub._deaths.recoveries == 0
     leaver = run.guards.pop()
     run.began()
     assert leaver.told[-1] == End(0, "", kill=True)

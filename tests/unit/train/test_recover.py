@@ -66,7 +66,7 @@ from megalite.runtime.recover.peers import buddies
 from megalite.runtime.recover.restore import check_unchanged
 from tests.ranks import reserve_port
 
-T = TypeVar("T", Broken, Done, Final, Killed)
+T = TypeVar("T", Broken, Done, Final, Hello, Killed)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_host_that_joins_finds_the_hub_after_one_that_is_lost(
 def test_nobody_else_reaches_the_guards_of_one_host(alone: bool) -> None:
     """They used to listen on all interfaces; other hosts' have to be let in."""
     hub = Hub(EventLoop(), Listen(1, 1, alone=alone, elsewhere=False))
-    bound = hub._server.getsockname()[0]
+    bound = hub._door._server.getsockname()[0]
     assert (bound == "127.0.0.1") is alone
     # All of 127.0.0.0/8 is this host, and no other address than the one of the guards answers.
     with contextlib.ExitStack() as stack:
@@ -405,7 +405,7 @@ def make_hub(links: list[Said], world: int = 3, elsewhere: bool = False, spares:
 
 def meet(hub: Any, link: Said, rank: int, port: int) -> None:
     host = {"127.0.0.1": "10.0.0.1"}.get(link.peer, link.peer)
-    hub._introduce(link, Hello(rank, hub.token, host, port))
+    hub._door.introduce(link, Hello(rank, hub.token, host, port))
 
 
 def test_all_that_died_are_named_and_counted() -> None:
