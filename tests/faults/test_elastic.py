@@ -266,6 +266,24 @@ def test_a_host_that_is_told_to_stop(hosts: Hosts, zygote: Zygote, tmp_path: Pat
 
 
 @pytest.mark.full
+def test_all_that_train_are_lost(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """Those in reserve waited a minute for the next hub, and ended; now one is it, and they go on from disk."""
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", [])
+    flags = ["--elastic", "--save-every", "2"]
+    jobs = hosts.begin(folder, flags, 2, waits_at(5, folder), count=4, launched=True)
+    jobs[0].wait_for(0, "step 4/")
+    zygote.until(lambda: "step_00000004" in committed(run))
+    hosts.power_off(0)
+    hosts.power_off(1)
+    left = end(jobs)
+    assert codes(left) == [KILLED, KILLED, 0, 0], left
+    (event,) = events(run, "resize")
+    assert (event["from"], event["to"], event["step"]) == (2, 2, 4)
+    assert_as(run, whole)
+
+
+@pytest.mark.full
 def test_the_first_host_is_told_to_stop(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """It stopped the run; now it leaves as any other does, and so does the next one that has the hub."""
     folder, run = tmp_path / "hit", tmp_path / "hit" / "run"

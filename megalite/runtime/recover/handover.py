@@ -28,8 +28,8 @@ class Handover:
     def __init__(self, listen: messages.Listen, roster: Roster, last: messages.HubState | None) -> None:
         self._listen, self._roster = listen, roster
         self.last, self.number = last, last.number + 1 if last else 0
-        # How many guards there were when no round was broken.
-        self._strength = 0
+        # How many guards there were when no round was broken; when guards were lost.
+        self._strength, self._losses = 0, list[float]()
 
     # ------------------------------------------------------------------------------------------- to the next hub
 
@@ -44,7 +44,9 @@ class Handover:
         if not self._listen.folder or 0 not in roster.guards:
             return
         if whole:
-            self._strength = len(everyone)
+            # One lost connection may have cut off several, which are missed one after the other.
+            self._losses = [at for at in self._losses if time.monotonic() < at + 2 * NOTICE_S]
+            self._strength = len(everyone) + len(self._losses)
         first = roster.guards[0]
         here = sum(peer.network == first.network for peer in roster.guards.values())
         others = sum(peer.network != first.network for peer in everyone)
@@ -89,6 +91,10 @@ class Handover:
         return missing(self.last, self._roster.reserves) if self.last else {}
 
     # ---------------------------------------------------------------------------------- one hub, and no other beside
+
+    def lose(self) -> None:
+        """A guard is gone."""
+        self._losses.append(time.monotonic())
 
     def is_cut_off(self) -> bool:
         """Whether fewer than half of all guards are left: a lost connection may have cut the run in two."""

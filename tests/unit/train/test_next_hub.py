@@ -157,6 +157,16 @@ def test_a_hub_from_which_most_hosts_are_gone(
     assert (isinstance(said, End) and said.code == -signal.SIGKILL) if begun else isinstance(said, Go), said
 
 
+def test_a_hub_that_misses_the_others_one_after_the_other(made: list[Run], tmp_path: Path) -> None:
+    """Cut off with one cable, it took itself for half of the run, and began the round before those who were more."""
+    run = begin(made, 2, 1, spares=1, folder=tmp_path)
+    run.guards.append(Guard(run.hub, 9, -1))
+    run.copy(1)
+    run.guards.pop().heard(None)
+    run.lose(1)
+    assert run.guards[0].told[-1] == Break(0), "they have time to notice"
+
+
 def test_fewer_than_the_minimum_save(made: list[Run], tmp_path: Path) -> None:
     """They ended without a save: what the run had done since the last one was lost."""
     run = begin(made, 4, 1, fewest=4, folder=tmp_path)
@@ -221,6 +231,17 @@ def test_the_hubs_host_is_told_to_stop(made: list[Run], tmp_path: Path) -> None:
     leaver = run.guards.pop()
     run.began()
     assert leaver.told[-1] == End(0, "", kill=True)
+
+
+def test_a_host_is_lost_while_the_hubs_is_to_leave(made: list[Run], tmp_path: Path) -> None:
+    """The hub's guard stays rank 0 through the round, as its process serves the store, and leaves after it."""
+    run = begin(made, 4, 1, folder=tmp_path)
+    run.copy(1)
+    run.guards[0].heard(Leaves())
+    run.lose(2)
+    go, pause = run.guards[0].told[-2:]
+    assert isinstance(go, Go)
+    assert (go.rank, go.world, pause) == (0, 2, Pause())
 
 
 def test_the_hubs_host_is_told_to_stop_and_all_others(made: list[Run], tmp_path: Path) -> None:
