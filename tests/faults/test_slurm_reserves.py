@@ -46,6 +46,33 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
             yield made
 
 
+def test_the_first_node_of_an_elastic_run_is_lost(slurm: Apart, tmp_path: Path) -> None:
+    """Its task ends as lost while the batch script lives on; that was the exit code of the job.
+
+    Before the test that loses a node for good.
+    """
+    log, run, go_on = tmp_path / "job.log", tmp_path / "run", tmp_path / "go on"
+    flags = [*RUN, "--run-dir", str(run), "--recover", "host", "--elastic", "--save-every", "0"]
+    own = ["--no-preflight", "--env", f"WAIT=4:{go_on}", "--env", "GLOO_SOCKET_IFNAME=eth0"]
+    own += ["--env", f"PYTHONPATH={PYTHONPATH}"]
+    script = emitted(*own, "--", "tests/faults/train_and_wait.py", *flags, nodes=3, slots=1)
+    job = slurm.submit(script, log)
+    wait_for(lambda: "step 4/" in (log.read_text() if log.exists() else ""), slurm.logs)
+    for pid in slurm.pids(0):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            # Not Slurm's own, nor the batch script and its srun.
+            if b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
+                os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: bool(events(run, "resize")), lambda: log.read_text() + slurm.logs())
+    go_on.touch()
+    wait_for(lambda: slurm.ended(job), lambda: log.read_text() + slurm.logs())
+    assert slurm.state(job) == "COMPLETED 0", log.read_text()
+    (event,) = events(run, "resize")
+    assert (event["from"], event["to"]) == (3, 2)
+    assert "is lost (rank 0)" in event["cause"]
+    assert [line["step"] for line in metrics(run) if "event" not in line][-1] == STEPS
+
+
 def test_a_node_is_lost(slurm: Apart, whole: Path, tmp_path: Path) -> None:
     log, run, go_on = tmp_path / "job.log", tmp_path / "run", tmp_path / "go on"
     flags = [*RUN, "--run-dir", str(run), "--recover", "host", "--spare-ranks", "1"]
@@ -63,26 +90,3 @@ def test_a_node_is_lost(slurm: Apart, whole: Path, tmp_path: Path) -> None:
     assert slurm.state(job) == "COMPLETED 0", log.read_text()
     assert [event["ranks"] for event in events(run, "recovery")] == [[1]]
     assert outcome(run) == outcome(whole)
-
-
-def test_the_first_node_of_an_elastic_run_is_lost(slurm: Apart, tmp_path: Path) -> None:
-    """Its task ends as lost while the batch script lives on; that was the exit code of the job."""
-    log, run, go_on = tmp_path / "job.log", tmp_path / "run", tmp_path / "go on"
-    flags = [*RUN, "--run-dir", str(run), "--recover", "host", "--elastic", "--save-every", "0"]
-    own = ["--no-preflight", "--env", f"WAIT=4:{go_on}", "--env", "GLOO_SOCKET_IFNAME=eth0"]
-    own += ["--env", f"PYTHONPATH={PYTHONPATH}"]
-    script = emitted(*own, "--", "tests/faults/train_and_wait.py", *flags, nodes=3, slots=1)
-    job = slurm.submit(script, log)
-    wait_for(lambda: "step 4/" in (log.read_text() if log.exists() else ""), slurm.logs)
-    for pid in slurm.pids(0):
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if b"train_and_wait" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: bool(events(run, "resize")), lambda: log.read_text() + slurm.logs())
-    go_on.touch()
-    wait_for(lambda: slurm.ended(job), lambda: log.read_text() + slurm.logs())
-    assert slurm.state(job) == "COMPLETED 0", log.read_text()
-    (event,) = events(run, "resize")
-    assert (event["from"], event["to"]) == (3, 2)
-    assert "is lost (rank 0)" in event["cause"]
-    assert [line["step"] for line in metrics(run) if "event" not in line][-1] == STEPS
