@@ -25,7 +25,7 @@ _LOST, _RESERVE_WAIT_S = 137, 900
 _OUTCOME = "export OUTCOME=$PWD/.outcome-$SLURM_JOB_ID"
 _WHOSE = (
     "# The first node's exit code is that of the run: others may be lost before its end.",
-    "# The run's exit code is that of a node that is there at the end. Slurm itself needs the first one, with this script.",
+    "# The run's exit code is that of a node that is there at the end; but Slurm itself needs the first.",
 )
 # Slurm ends no other task for one that failed. Not from that task: in a container it has no Slurm client.
 _END_MISTAKEN = (

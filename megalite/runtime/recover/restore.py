@@ -58,7 +58,6 @@ JOIN = "join.json"
 _HUB = "megalite/hub"
 # How long a store or a hub may take to answer, and a lost hub to have moved: 15 s to notice, and the turn of each rank.
 _ASK, _MOVE_S = timedelta(seconds=10), 20.0
-_NOBODY = "names no guard of rank 0 that answers", "start the run again, or see why its first host does not come"
 
 
 def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None:
@@ -202,7 +201,8 @@ def find_hub(folder: str, waits: bool) -> str:
                 socket.create_connection((store_host(), int(told.split()[0])), timeout=_ASK.total_seconds()).close()
                 return f"{store_host()} {told}"
         if time.monotonic() - began > (RENDEZVOUS_TIMEOUT.total_seconds() if waits else _MOVE_S * bool(folder)):
-            require(not waits, f"{store_host()}:{os.environ.get('MASTER_PORT')}", *_NOBODY)
+            if waits:
+                raise TimeoutError(f"no guard of rank 0 answers that {store_host()} names")
             return ""
         time.sleep(0.5)
 
