@@ -150,6 +150,8 @@ class Soak:
                 self.hosts.cable(host, "up")
                 self.hosts.power_off(host)
                 for rank in shape.ranks_of(host):
+                    said = [line for line in jobs[rank].text(0).splitlines() if "guard: " in line or ": dp " in line]
+                    self.hits += [f"  job {rank} had said: {line}" for line in said]
                     jobs[rank] = self.hosts.start(rank)
                 self.total["returns"] += 1
                 self.hits.append(f"{time.strftime('%X')} return: host {host}")

@@ -455,7 +455,7 @@ class Guard:
         self._ending, self._outcome = True, end.code
         if end.kill or self._trainer is None:
             code = self._code if self._trainer is None and self._code is not None else end.code
-            self._leave(code, end.why if self._rank == 0 else "")
+            self._leave(code, end.why if self._rank == 0 or self._own_hub else "")
         pid = self._trainer.pid
         self._trainer.packets.send(messages.Leave())
         # Not at once: an error that all ranks raise is told by rank 0, which may come to it later than others.
