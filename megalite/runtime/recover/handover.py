@@ -109,11 +109,11 @@ class Handover:
         """
         return died + 2 * NOTICE_S - time.monotonic() if self.is_cut_off() else 0.0
 
-    def may_begin(self, round_: int) -> bool:
+    def may_begin(self, round_: int, is_new: bool) -> bool:
         """Whether no other hub has begun a round; told by the disk, which only a hub that is new cannot do without."""
         if not self._listen.folder:
             return True
         try:
             return succession.begin_round(self._listen.folder, round_)
         except OSError:
-            return self.last is None
+            return not is_new

@@ -406,10 +406,7 @@ class Hub:
         self._go(go, keepers if common else {})
 
     def _go(self, go: messages.Go, keepers: dict[int, Peer]) -> None:
-        if not self._handover.may_begin(go.round):
-            self._end(-signal.SIGKILL, "the run goes on without this host, which could not be reached", kill=True)
-            return
-        self._round = go.round
+        self._round, is_new = go.round, self._handover.last is not None
         self._broken = self._handover.last = None
         self._done, self._began, self._paused, self._taken = set(), set(), set(), []
         go = go._replace(layout=self._roster.layout, reserve=len(self._roster.waiting()))
@@ -420,7 +417,11 @@ class Hub:
                 self.store.close()  # its process was never there
             self.store = open_server()
             go = go._replace(store=("", self.store.getsockname()[1]))
+        # Told first: should this hub be lost just now, the next one begins the round after.
         self._tell_state(over=bool(go.gave_up))
+        if not self._handover.may_begin(go.round, is_new):
+            self._end(-signal.SIGKILL, "the run goes on without this host, which could not be reached", kill=True)
+            return
         for rank, address in enumerate(self._roster.buddies() if self._elsewhere else [None] * self._roster.world):
             fetch = address_of(keepers[rank]) if rank in keepers else None
             self._roster.guards[rank].link.send(go._replace(rank=rank, buddy=address, fetch=fetch))

@@ -100,6 +100,29 @@ def test_some_have_heard_of_a_round_that_others_have_not(made: list[Run], tmp_pa
     assert not any(isinstance(said, Go) for said in third.told)
 
 
+def test_a_hub_is_lost_as_it_begins_a_round(made: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one found the round's file, took that hub for one that lives, and ended with all who were left."""
+    run = begin(made, 4, 1, folder=tmp_path)
+    run.copy(1)
+    _, first, second, _ = run.guards
+    begin_round = succession.begin_round
+
+    def lost(folder: str, number: int) -> bool:
+        begin_round(folder, number)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(succession, "begin_round", lost)
+    with pytest.raises(KeyboardInterrupt):
+        run.lose(3)
+    monkeypatch.undo()
+    run.next_hub(1)
+    come(run, [second])
+    run.loop.timers[0]()
+    for go in run.goes().values():
+        assert (go.round, go.world, go.numbers) == (2, 2, [1])
+    assert (first.rank, second.rank) == (0, 1)
+
+
 def test_a_newcomer_is_none_of_those_who_are_to_come(made: list[Run], tmp_path: Path) -> None:
     """The round began without a rank that was there; that one then took the place of who had its rank by then."""
     run = begin(made, 4, 1, folder=tmp_path)
