@@ -63,7 +63,8 @@ def assert_as(run: Path, whole: Path, until: int = STEPS) -> None:
     assert {line["step"] for line in compared} == {*range(1, until + 1)} <= set(expected)
     for line in compared:
         want = expected[line["step"]]
-        for name in ("loss", "grad_norm"):
+        routers = [name for name in want if name.startswith(("aux_loss", "z_loss", "expert_load"))]
+        for name in ("loss", "grad_norm", *routers):
             assert line[name] == pytest.approx(want[name], rel=1e-5), (line["step"], name)
         assert (line["lr"], line["consumed_samples"]) == (want["lr"], want["consumed_samples"])
 
@@ -415,6 +416,14 @@ EVALUATED = ["--eval-every", "2", "--eval-steps", "2"]
 ROWS = {
     "tensor parallel, with saves and evaluations": (["--tp", "2", "--save-every", "2", *EVALUATED], 3, 2, 4),
     "experts of two ranks": (["--num-experts", "4", "--ep", "2", "--zero", "2"], 4, 1, 2),
+    "experts chosen with biases": (
+        ["--num-experts", "4", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
+        4,
+        1,
+        3,
+    ),
+    "zero bubbles": (["--pp", "2", "--schedule", "zb-h1"], 4, 1, 2),
+    "nothing sharded": (["--zero", "0"], 4, 1, 3),
     "interleaved": (["--num-layers", "4", "--pp", "2", "--vp", "2", "--schedule", "interleaved"], 6, 1, 4),
     "Muon, and a module that predicts further": (["--optimizer", "muon", "--mtp-num-layers", "1"], 4, 1, 3),
     "offloaded, in fp16": (["--offload", "optimizer+params", "--zero", "3", "--precision", "fp16"], 4, 1, 3),
