@@ -538,7 +538,7 @@ def test_the_first_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: P
         sizes = [(event["from"], event["to"]) for event in events(run, "resize")]
         assert sizes == [(3, 2), (2, 3)]
         assert "is lost (rank 0)" in events(run, "resize")[0]["cause"]
-        launchers[1].send_signal(signal.SIGTERM)
-        launchers[2].send_signal(signal.SIGTERM)
+        for launcher in launchers[1:]:
+            launcher.send_signal(signal.SIGTERM)
         zygote.until(lambda: all(launcher.poll() is not None for launcher in launchers))
         assert committed(run) == {f"step_{lines(run)[-1]['step']:08d}"}
