@@ -17,7 +17,7 @@ import pytest
 
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.checkpoint.manifest import read_manifest
-from megalite.runtime.recover.hub_base import UNFINISHED
+from megalite.runtime.recover.hub import UNFINISHED
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
 from tests.faults.harness import (
@@ -63,7 +63,8 @@ def assert_as(run: Path, whole: Path, until: int = STEPS) -> None:
     assert {line["step"] for line in compared} == {*range(1, until + 1)} <= set(expected)
     for line in compared:
         want = expected[line["step"]]
-        for name in ("loss", "grad_norm"):
+        routers = [name for name in want if name.startswith(("aux_loss", "z_loss", "expert_load"))]
+        for name in ("loss", "grad_norm", *routers):
             assert line[name] == pytest.approx(want[name], rel=1e-5), (line["step"], name)
         assert (line["lr"], line["consumed_samples"]) == (want["lr"], want["consumed_samples"])
 
@@ -266,6 +267,82 @@ def test_a_host_that_is_told_to_stop(hosts: Hosts, zygote: Zygote, tmp_path: Pat
 
 
 @pytest.mark.full
+def test_all_that_train_are_lost(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """Those in reserve waited a minute for the next hub, and ended; now one is it, and they go on from disk."""
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", [])
+    flags = ["--elastic", "--save-every", "2"]
+    jobs = hosts.begin(folder, flags, 2, waits_at(5, folder), count=4, launched=True)
+    jobs[0].wait_for(0, "step 4/")
+    zygote.until(lambda: "step_00000004" in committed(run))
+    hosts.power_off(0)
+    hosts.power_off(1)
+    left = end(jobs)
+    assert codes(left) == [KILLED, KILLED, 0, 0], left
+    (event,) = events(run, "resize")
+    assert (event["from"], event["to"], event["step"]) == (2, 2, 4)
+    assert_as(run, whole)
+
+
+@pytest.mark.full
+def test_the_first_host_is_told_to_stop(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """It stopped the run; now it leaves as any other does, and so does the next one that has the hub."""
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", [*FOREVER, "--exit-interval", "60"])
+    jobs = hosts.begin(folder, [*ELASTIC, *FOREVER, "--grow-after", "0"], 0, count=4, launched=True)
+    jobs[0].wait_for(0, "step 3/")
+    os.kill(jobs[0].pid(0), signal.SIGTERM)
+    zygote.until(lambda: len(events(run, "resize")) == 1)
+    assert codes(end(jobs[:1])) == [0]
+    jobs[0] = hosts.come_back(0)
+    zygote.until(lambda: len(events(run, "resize")) == 2)
+    back = events(run, "resize")[1]["step"]
+    zygote.until(lambda: lines(run)[-1]["step"] >= back + 2)
+    (first,) = (host for host in (1, 2, 3) if "taking its place" in jobs[host].text(0))
+    os.kill(jobs[first].pid(0), signal.SIGTERM)
+    zygote.until(lambda: len(events(run, "resize")) == 3)
+    assert codes(end([jobs.pop(first)])) == [0]
+    back = events(run, "resize")[2]["step"]
+    zygote.until(lambda: lines(run)[-1]["step"] >= back + 2)
+    for job in jobs:
+        os.kill(job.pid(0), signal.SIGTERM)
+    left = end(jobs)
+    assert codes(left) == [0, 0, 0], left
+    causes = [event["cause"] for event in events(run, "resize")]
+    assert [cause.split(" ", 2)[2] for cause in causes] == ["leaves (rank 0)", "joins (rank 3)", "leaves (rank 0)"]
+    assert repeated(run) == 0
+    assert not events(run, "recovery")
+    assert committed(run) == {f"step_{lines(run)[-1]['step']:08d}"}
+    assert_as(run, whole, until=min(lines(run)[-1]["step"], 60))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "fewest", "count", "words"),
+    [("--zero 1", "3", 3, "too few ranks are left"), ("--pp 2", "0", 2, "too few ranks are left")],
+)
+def test_fewer_than_the_minimum_without_the_first_host(
+    hosts: Hosts, zygote: Zygote, tmp_path: Path, layout: str, fewest: str, count: int, words: str
+) -> None:
+    """The run ended without a last save; now those who are left save, in a guard that stands in for a stage, too."""
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    whole = undisturbed(zygote, tmp_path / "whole", layout.split())
+    flags = [*layout.split(), *ELASTIC, "--min-ranks", fewest]
+    jobs = hosts.begin(folder, flags, 0, waits_at(5, folder, 1), count=count)
+    jobs[0].wait_for(0, "step 4/")
+    hosts.power_off(0)
+    left = end(jobs)
+    assert codes(left) == [KILLED, *[UNFINISHED] * (count - 1)], left
+    assert any(f"{words}: saving, then exiting" in rank.err for rank in left), left
+    (saved,) = committed(run)
+    assert saved in ("step_00000002", "step_00000003", "step_00000004")
+    world = 2 if "pp" in layout else 1
+    again = zygote.start([*RUN, *layout.split(), "--save-every", "0", "--run-dir", str(run)], world, folder)
+    assert codes(again.end()) == [0] * world
+    assert_as(run, whole)
+
+
+@pytest.mark.full
 def test_a_silent_reserve_and_a_host_of_another_version(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """A reserve that took a lost rank's place and said nothing more ended the run, as the other would have."""
     folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
@@ -339,6 +416,14 @@ EVALUATED = ["--eval-every", "2", "--eval-steps", "2"]
 ROWS = {
     "tensor parallel, with saves and evaluations": (["--tp", "2", "--save-every", "2", *EVALUATED], 3, 2, 4),
     "experts of two ranks": (["--num-experts", "4", "--ep", "2", "--zero", "2"], 4, 1, 2),
+    "experts chosen with biases": (
+        ["--num-experts", "4", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
+        4,
+        1,
+        3,
+    ),
+    "zero bubbles": (["--pp", "2", "--schedule", "zb-h1"], 4, 1, 2),
+    "nothing sharded": (["--zero", "0"], 4, 1, 3),
     "interleaved": (["--num-layers", "4", "--pp", "2", "--vp", "2", "--schedule", "interleaved"], 6, 1, 4),
     "Muon, and a module that predicts further": (["--optimizer", "muon", "--mtp-num-layers", "1"], 4, 1, 3),
     "offloaded, in fp16": (["--offload", "optimizer+params", "--zero", "3", "--precision", "fp16"], 4, 1, 3),
@@ -453,7 +538,7 @@ def test_the_first_host_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: P
         sizes = [(event["from"], event["to"]) for event in events(run, "resize")]
         assert sizes == [(3, 2), (2, 3)]
         assert "is lost (rank 0)" in events(run, "resize")[0]["cause"]
-        launchers[1].send_signal(signal.SIGTERM)
-        launchers[2].send_signal(signal.SIGTERM)
+        for launcher in launchers[1:]:
+            launcher.send_signal(signal.SIGTERM)
         zygote.until(lambda: all(launcher.poll() is not None for launcher in launchers))
         assert committed(run) == {f"step_{lines(run)[-1]['step']:08d}"}

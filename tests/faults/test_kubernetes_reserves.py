@@ -100,10 +100,11 @@ class Pods:
     def said(self, pod: int = 0) -> str:
         return (self.folder / f"pod_{pod}").read_text()
 
-    def until(self, holds: Callable[[], bool]) -> None:
+    def until(self, holds: Callable[[], bool], lives: int = 0) -> None:
+        """Wait while one of the pods must live."""
         deadline = time.monotonic() + WITHIN_S
         while not holds():
-            assert self.processes[0].poll() is None, self.said()
+            assert self.processes[lives].poll() is None, self.said(lives)
             assert time.monotonic() < deadline, "\n".join(self.said(pod) for pod in range(PODS))
             time.sleep(0.1)
 
@@ -186,11 +187,33 @@ def test_pods_of_an_elastic_run_leave_and_come_back(pods: Pods, tmp_path: Path) 
         changes = 2 * number + 2
         pods.until(lambda changes=changes: len(events(run, "resize")) == changes)  # type: ignore[misc]
         assert pods.said().count("joins (rank 2): dp 2 -> 3") == number + 1
-    # The whole run is told to stop with its first pod, and is to be continued.
-    pods.processes[0].terminate()
+    # The whole run is told to stop, and is to be continued.
+    for process in pods.processes:
+        process.terminate()
     assert [pods.end(pod) for pod in range(PODS)] == [75] * PODS, pods.said()
     assert [(event["from"], event["to"]) for event in events(run, "resize")] == [(3, 2), (2, 3)] * 2
     assert len(events(run, "recovery")) == 1
+
+
+def test_the_first_pod_of_an_elastic_run_is_lost_and_comes_back(pods: Pods, tmp_path: Path) -> None:
+    """The store and the hub were in it: another pod has them, and is drained in its turn."""
+    run = tmp_path / "run"
+    pods.create({"WAIT": "0:never"}, ["--elastic", "--grow-after", "0", *FOREVER])
+    pods.until(lambda: "step 3/" in pods.said())
+    assert pods.kill(0) == 137
+    pods.until(lambda: len(events(run, "resize")) == 1, lives=1)
+    pods.again(0)
+    pods.until(lambda: len(events(run, "resize")) == 2, lives=1)
+    (hub,) = (pod for pod in (1, 2) if "taking its place" in pods.said(pod))
+    pods.processes[hub].terminate()
+    pods.until(lambda: len(events(run, "resize")) == 3, lives=3 - hub)
+    pods.again(hub)
+    pods.until(lambda: len(events(run, "resize")) == 4, lives=3 - hub)
+    changes = [(event["from"], event["to"], event["cause"].split()[2]) for event in events(run, "resize")]
+    assert changes == [(3, 2, "is"), (2, 3, "joins"), (3, 2, "leaves"), (2, 3, "joins")]
+    for process in pods.processes:
+        process.terminate()
+    assert [pods.end(pod) for pod in range(PODS)] == [75] * PODS, pods.said()
 
 
 def test_an_error_of_the_run_ends_all_pods_and_counts(pods: Pods) -> None:

@@ -1,4 +1,4 @@
-"""A node lost under the emitted batch script with ranks in reserve: the job goes on, and ends as the run does.
+"""A node lost under the emitted batch script with ranks in reserve, or --elastic: the job ends as the run does.
 
 Slurm's virtual nodes are network namespaces here. Needs root, slurm-wlm and munge.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import RUN, events, guard_waits, outcome, wait_for
+from tests.faults.harness import RUN, STEPS, events, guard_waits, metrics, outcome, wait_for
 from tests.faults.harness import alone as alone
 from tests.faults.harness import whole as whole
 from tests.faults.networks import networks, pids_in
@@ -44,6 +44,33 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
         made.names = names
         with running(made):
             yield made
+
+
+def test_the_first_node_of_an_elastic_run_is_lost(slurm: Apart, tmp_path: Path) -> None:
+    """Its task ends as lost while the batch script lives on; that was the exit code of the job.
+
+    Before the test that loses a node for good.
+    """
+    log, run, go_on = tmp_path / "job.log", tmp_path / "run", tmp_path / "go on"
+    flags = [*RUN, "--run-dir", str(run), "--recover", "host", "--elastic", "--save-every", "0"]
+    own = ["--no-preflight", "--env", f"WAIT=4:{go_on}", "--env", "GLOO_SOCKET_IFNAME=eth0"]
+    own += ["--env", f"PYTHONPATH={PYTHONPATH}"]
+    script = emitted(*own, "--", "tests/faults/train_and_wait.py", *flags, nodes=3, slots=1)
+    job = slurm.submit(script, log)
+    wait_for(lambda: "step 4/" in (log.read_text() if log.exists() else ""), slurm.logs)
+    for pid in slurm.pids(0):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            # Not Slurm's own, nor the batch script and its srun.
+            if b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
+                os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: bool(events(run, "resize")), lambda: log.read_text() + slurm.logs())
+    go_on.touch()
+    wait_for(lambda: slurm.ended(job), lambda: log.read_text() + slurm.logs())
+    assert slurm.state(job) == "COMPLETED 0", log.read_text()
+    (event,) = events(run, "resize")
+    assert (event["from"], event["to"]) == (3, 2)
+    assert "is lost (rank 0)" in event["cause"]
+    assert [line["step"] for line in metrics(run) if "event" not in line][-1] == STEPS
 
 
 def test_a_node_is_lost(slurm: Apart, whole: Path, tmp_path: Path) -> None:

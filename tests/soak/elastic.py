@@ -1,9 +1,8 @@
 """Take hosts of `--elastic` runs away and give them back at random: `python -m tests.soak.elastic --minutes 60`.
 
 Network namespaces are hosts (requires root). One is powered off, told to leave, cut off, or loses a guard or a trainer;
-later it is started again. It may be that of the hub, which is not told to leave, as that ends the run. Hosts have one
-rank or two, and one of them may wait in reserve. Every line of metrics.jsonl
-is compared with that of a run that nothing happened to.
+later it is started again. It may be that of the hub. Hosts have one rank or two, and one of them may wait in reserve.
+Every line of metrics.jsonl is compared with that of a run that nothing happened to.
 """
 
 from __future__ import annotations
@@ -89,6 +88,8 @@ class Soak:
         self.total, self.seconds = Counter[str](), defaultdict[str, list[float]](list)
         # When hosts of this run were powered off.
         self.killed: list[float] = []
+        # What was done to this run.
+        self.hits: list[str] = []
 
     def flags(self, layout: str) -> list[str]:
         every = ["--save-every", "20", "--eval-every", "15", "--eval-steps", "1", "--exit-interval", str(self.steps)]
@@ -110,18 +111,21 @@ class Soak:
         flags = [*self.flags(layout), "--elastic", "--grow-after", "0", "--max-recoveries", "100000"]
         flags += ["--min-ranks", str(shape.fewest)]
         print(f"run {self.total['runs']}: {layout}, {shape}", flush=True)
-        self.killed = []
+        self.killed, self.hits = [], []
         jobs = self.hosts.begin(folder, flags, shape.spares, each=shape.each, count=shape.hosts, launched=True)
         jobs[0].wait_for(0, "step 2/")
         try:
             here = self.hit_to_the_end(folder / "run", jobs, shape)
             ends = [jobs[rank].end(120)[0] for host in here for rank in shape.ranks_of(host)]
+            # Who comes just as the hub is lost may not know of the next one.
+            assert 0 in {left.code for left in ends} <= {0, -signal.SIGKILL}, ends
+        except AssertionError:
+            print(*self.hits, *(f"job {rank}:\n{job.text(0)}" for rank, job in enumerate(jobs)), sep="\n")
+            raise
         finally:
             for host in range(shape.hosts):
                 self.hosts.cable(host, "up")
                 self.hosts.power_off(host)
-        # Who comes just as the hub is lost may not know of the next one.
-        assert 0 in {left.code for left in ends} <= {0, -signal.SIGKILL}, ends
         self.compare(folder / "run", whole)
         shutil.rmtree(folder)
 
@@ -146,19 +150,25 @@ class Soak:
                 self.hosts.cable(host, "up")
                 self.hosts.power_off(host)
                 for rank in shape.ranks_of(host):
+                    said = [line for line in jobs[rank].text(0).splitlines() if "guard: " in line or ": dp " in line]
+                    self.hits += [f"  job {rank} had said: {line}" for line in said]
                     jobs[rank] = self.hosts.start(rank)
                 self.total["returns"] += 1
+                self.hits.append(f"{time.strftime('%X')} return: host {host}")
             here = [host for host in range(shape.hosts) if host not in away]
             for host in self.draw.sample(here, min(len(here), self.draw.choice([1, 1, 1, 2]))):
-                left = shape.hosts - len(away)
+                if not shape.may_lose(shape.hosts - len(away)):
+                    continue
                 own = [jobs[rank] for rank in shape.ranks_of(host)]
-                if shape.may_lose(left) and (kind := self.hit(run, own, host, hub := has_hub(run, own))):
+                hub = has_hub(run, own)
+                if kind := self.hit(run, own, host):
                     self.total[kind + ", the hub's" * hub] += 1
+                    self.hits.append(f"{time.strftime('%X')} {kind}: host {host}{', the hub' * hub}")
                     if kind != "trainer":
                         away[host] = time.monotonic() + self.draw.uniform(0, 25)
 
-    def hit(self, run: Path, jobs: list[Job], host: int, hub: bool) -> str:
-        kind = self.draw.choice([kind for kind in KINDS if not (hub and kind == "leave")])
+    def hit(self, run: Path, jobs: list[Job], host: int) -> str:
+        kind = self.draw.choice(KINDS)
         with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
             match kind:
                 case "power off":

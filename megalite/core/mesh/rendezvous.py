@@ -163,19 +163,20 @@ def run_until_waiting() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def join_store(listens: int = -1) -> tuple[dist.Store, int, int]:
+def join_store(listens: int = -1, timeout: timedelta = RENDEZVOUS_TIMEOUT) -> tuple[dist.Store, int, int]:
     """Connect to the store in which the launched ranks meet; return it, this rank, and the number of ranks.
 
     Args:
         listens: descriptor at which this process serves it; -1: another one does.
+        timeout: for the connection, and each wait for a key.
     """
     if listens >= 0:
         port, rank, world = (env_int(name, 0) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
         store = dist.TCPStore(
-            *("localhost", port, None, True), RENDEZVOUS_TIMEOUT, wait_for_workers=False, master_listen_fd=listens
+            *("localhost", port, None, True), timeout, wait_for_workers=False, master_listen_fd=listens
         )
         return store, rank, world
-    return next(iter(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
+    return next(iter(dist.rendezvous("env://", timeout=timeout)))
 
 
 def backend_of(device: torch.device) -> str:

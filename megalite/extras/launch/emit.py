@@ -22,9 +22,10 @@ _UNFINISHED = 75
 # Kubernetes: a container that was killed, or lost its run; seconds that the others then wait for it to come back.
 _LOST, _RESERVE_WAIT_S = 137, 900
 # Of a Slurm job with ranks in reserve, which may lose nodes, and tasks on them.
-_OUTCOME = (
+_OUTCOME = "export OUTCOME=$PWD/.outcome-$SLURM_JOB_ID"
+_WHOSE = (
     "# The first node's exit code is that of the run: others may be lost before its end.",
-    "export OUTCOME=$PWD/.outcome-$SLURM_JOB_ID",
+    "# The run's exit code is that of a node that is there at the end; but Slurm itself needs the first.",
 )
 # Slurm ends no other task for one that failed. Not from that task: in a container it has no Slurm client.
 _END_MISTAKEN = (
@@ -184,7 +185,7 @@ def slurm_script(job: BatchJob, options: SlurmOptions | None = None) -> str:
         "unfinished": _UNFINISHED,
         "no_kill": ["--no-kill"] if job.reserves else [],
         "bad_exit": "--kill-on-bad-exit=0 --no-kill" if job.reserves else "--kill-on-bad-exit=1",
-        "outcome": list(_OUTCOME) if job.reserves else [],
+        "outcome": [_WHOSE[goes_on_with_fewer(job.script)], _OUTCOME] if job.reserves else [],
         "end_mistaken": list(_END_MISTAKEN) if job.reserves else [],
         "take_outcome": list(_TAKE_OUTCOME) if job.reserves else [],
         "container": "".join(f"{shlex.quote(word)} " for word in _pyxis(job, options.mounts)),
@@ -248,7 +249,8 @@ def _slurm_task(job: BatchJob) -> str:
         f'[ "$code" -ne 2 ] || echo "$SLURM_STEP_ID" > "$MISTAKE"; [ "$code" -ne {_UNFINISHED} ] || : > "$UNFINISHED"'
     )
     if job.reserves:
-        record += '; [ "$SLURM_NODEID" -ne 0 ] || echo "$code" > "$OUTCOME"'
+        other = f'"$code" -eq {_LOST}' if goes_on_with_fewer(job.script) else '"$SLURM_NODEID" -ne 0'
+        record += f'; [ {other} ] || echo "$code" > "$OUTCOME"'
     return f'trap : TERM; ({train}); code=$?; {record}; exit "$code"'
 
 

@@ -29,7 +29,7 @@ from megalite.runtime.record.expert_tokens import ExpertTokens
 from megalite.runtime.record.fp8_amax import Fp8Amax
 from megalite.runtime.record.step_record import log_batch_size, step_record
 from megalite.runtime.record.tensor_stats import TensorStats
-from megalite.runtime.recover.hub_base import UNFINISHED
+from megalite.runtime.recover.hub import UNFINISHED
 from megalite.runtime.recover.interval import Interval
 from megalite.runtime.recover.local_gradients import LocalGradients
 from megalite.runtime.recover.replay import is_bad, replay

@@ -24,8 +24,7 @@ from megalite.runtime.base.child import children, signal_when_parent_dies
 from megalite.runtime.recover import messages, succession
 from megalite.runtime.recover.connections import LOOPBACK, EventLoop, Link, network, open_server
 from megalite.runtime.recover.held import Held
-from megalite.runtime.recover.hub import Hub
-from megalite.runtime.recover.hub_base import UNFINISHED
+from megalite.runtime.recover.hub import UNFINISHED, Hub
 from megalite.runtime.recover.offsite import first_number
 from megalite.runtime.recover.processes import (
     Member,
@@ -43,10 +42,11 @@ _CAUSE_S = 3.0
 # Ranks that are told of another's failure get this long to end by themselves.
 _LEAVE_S = 25.0
 _TELL_S = 2.0  # before that, to tell what they know
-_CONNECT_S = 30.0
-# Where the hub's host is lost: how often the next hub is looked for, how long one that is there may take to answer, and
-# how much later each rank would be it, the last ones together; and when a guard gives up.
-_SEEK_EVERY_S, _CALL_S, _TURN_S, _LAST_TURN_S, _SEEK_S = 0.1, 5.0, 0.05, 3.0, 60.0
+# A host that joins tries again, as the hub may have moved.
+_CONNECT_S, _JOIN_S = 30.0, 5.0
+# Where the hub's host is lost: how often the next hub is looked for, how much later each rank would be it, the last
+# ones together, after them those in reserve, and those that were told to stop; and when a guard gives up.
+_SEEK_EVERY_S, _TURN_S, _LAST_TURN_S, _SEEK_S = 0.1, 0.05, 3.0, 60.0
 _LOOK_S = 0.01  # a killed process is gone in milliseconds
 # A host on which processes die before they can wait has no memory for another.
 _MAX_FAILURES = 3
@@ -70,7 +70,7 @@ class Guard:
         self._own_hub: Hub | None = None  # on rank 0
         # What the hub has told, for who takes its place; since when, and as which, the next one is looked for.
         self._state: messages.HubState | None = None
-        self._sought_since, self._sought = 0.0, 1
+        self._sought_since, self._sought, self._over = 0.0, 1, False
         self._meeting = messages.Meet(-1, "", 0, "", False)  # how it was met
         self._rank = -1
         self._round = 0
@@ -249,17 +249,23 @@ class Guard:
         address = (message.host, message.port)
         if self._rank < 0 and self._trainer:
             self._waits, self._trainer, self._spare = True, None, self._trainer
+        joins = bool(self._waits and message.folder)
         try:
-            self._hub = Link(self._loop, socket.create_connection(address, timeout=_CONNECT_S), self._hear_hub)
+            connection = socket.create_connection(address, timeout=_JOIN_S if joins else _CONNECT_S)
+            self._hub = Link(self._loop, connection, self._hear_hub)
         except OSError as e:
-            self._leave(1, f"the guard of rank 0 at {address[0]}:{address[1]} cannot be reached ({e})")
+            if not joins:
+                self._leave(1, f"the guard of rank 0 at {address[0]}:{address[1]} cannot be reached ({e})")
         hello = messages.Hello(self._rank, message.token, network(), host=socket.gethostname())
         hello = hello._replace(identity=message.identity, data=message.data)
         if message.elsewhere:
             if self._launcher:
                 signal_when_parent_dies(signal.SIGKILL)  # a lost host, and no reason for the others to stop
             hello = hello._replace(port=self._held.open(message.host, message.token, self._rank))
-        self._hub.send(hello)
+        if self._hub is None:
+            self._lose_hub()
+        else:
+            self._hub.send(hello)
 
     def _kept(self, number: int) -> None:
         self._kept_number = number
@@ -301,7 +307,7 @@ class Guard:
                     self._lose_hub()
             case messages.HubState():
                 if self._state is None or not 0 <= message.round < self._state.round:
-                    self._state = message if message.round >= 0 else None
+                    self._state, self._over = (message, False) if message.round >= 0 else (None, True)
             case messages.Break():
                 self._leave_if_orphaned()
                 self._round = message.round
@@ -336,24 +342,29 @@ class Guard:
 
     def _lose_hub(self) -> None:
         """Find the next hub, or be it, where the run goes on without the host of this one."""
-        if self._state is None:
+        joins = self._waits and self._meeting.folder and not self._over
+        if self._state is None and not joins:
             # A launcher takes a signal for a loss, which the others survive, and a code for the run's error.
             lost = self._meeting.elsewhere and (self._launcher or (self._waits and self._meeting.leaves))
             code = -signal.SIGKILL if lost else 1
             self._leave(code, "the guard of rank 0 is gone: ending this rank")
         self._hub, self._own_hub, self._sought_since = None, None, time.monotonic()
-        self._sought = max(self._sought, self._state.number + 1)
-        self._break()
+        if self._state is not None:
+            self._sought = max(self._sought, self._state.number + 1)
+            self._break()
         self._seek()
 
     def _seek(self) -> None:
         """Connect to the next hub if it can be reached; where there is none yet, be it, if it is this one's turn."""
-        waited = time.monotonic() - self._sought_since
-        offer = succession.find_offer(self._meeting.folder, self._sought)
-        if offer is None and self._rank >= 0 and waited >= min(self._rank * _TURN_S, _LAST_TURN_S):
+        waited, folder = time.monotonic() - self._sought_since, self._meeting.folder
+        # Who has not heard of this hub does not know how many there were before.
+        offer = succession.find_offer(folder, self._sought) if self._state else succession.newest_offer(folder)
+        # Those in reserve are last, where all that had a rank are gone; and among equals those that are to stay.
+        turn = min(self._rank * _TURN_S, _LAST_TURN_S) if self._rank >= 0 else 2 * _LAST_TURN_S
+        if offer is None and self._state and waited >= turn + _LAST_TURN_S * self._leaves:
             offer = self._take_hubs_place()
         if offer is not None:
-            self._sought += 1
+            self._sought += bool(self._state)
             if self._meet_next(offer):
                 return
         if waited > _SEEK_S:
@@ -374,26 +385,31 @@ class Guard:
                 )
                 own = ("", keeper.port)
                 self._own_hub = Hub(self._loop, state.listen, self._spares, server, state, own, offer.token)
-                say(self._rank, f"host {state.host} is lost, and with it the guard of rank 0: taking its place")
+                how = "leaves" if state.leaves else "is lost"
+                say(self._rank, f"host {state.host} {how}, and with it the guard of rank 0: taking its place")
                 return offer._replace(host=LOOPBACK)
         server.close()
         return None
 
     def _meet_next(self, offer: succession.Offer) -> bool:
         """Connect to a hub that has taken the last one's place; return False if it cannot be reached."""
-        state, keeper = self._state, self._held.keeper
-        assert state is not None
+        state, keeper, meeting = self._state, self._held.keeper, self._meeting
         assert keeper is not None
+        connection = succession.call(offer)
+        if connection is None:
+            return False
         try:
-            connection = socket.create_connection((offer.host, offer.port), timeout=_CALL_S)
             self._hub = Link(self._loop, connection, self._hear_hub)
         except OSError:
             return False
-        self._meeting = self._meeting._replace(rank=self._rank, host=offer.host, port=offer.port)
+        self._meeting = meeting._replace(rank=self._rank, host=offer.host, port=offer.port)
         self._held.find_hub(offer.host)
         who = messages.Hello(self._rank, offer.token, network(), keeper.port, socket.gethostname())
-        self._hub.send(who._replace(identity=state.listen.identity, data=state.data))
-        self._hub.send(state)
+        if state is None:
+            self._hub.send(who._replace(identity=meeting.identity, data=meeting.data))
+        else:
+            self._hub.send(who._replace(identity=state.listen.identity, data=state.data))
+            self._hub.send(state)
         if self._leaves:
             self._hub.send(messages.Leaves())
         return True
@@ -439,7 +455,7 @@ class Guard:
         self._ending, self._outcome = True, end.code
         if end.kill or self._trainer is None:
             code = self._code if self._trainer is None and self._code is not None else end.code
-            self._leave(code, end.why if self._rank == 0 else "")
+            self._leave(code, end.why if self._rank == 0 or self._own_hub else "")
         pid = self._trainer.pid
         self._trainer.packets.send(messages.Leave())
         # Not at once: an error that all ranks raise is told by rank 0, which may come to it later than others.

@@ -226,6 +226,7 @@ class HubState(NamedTuple):
         here: number of ranks on that host, the first ones.
         others: number of guards on other hosts.
         address: where the others reach the guard that is told, "" where they reach the hub.
+        leaves: whether the hub's host was told to stop: all trainers wait, and all guards come to the next hub.
     """
 
     listen: Listen
@@ -240,6 +241,7 @@ class HubState(NamedTuple):
     here: int
     others: int
     address: str = ""
+    leaves: bool = False
 
 
 # ------------------------------------------------------------------------------------------------ of the hub to a guard

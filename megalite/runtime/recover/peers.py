@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalite.runtime.recover.connections import Link
-from megalite.runtime.recover.messages import Address, Copy, End, HubState, Refuse, Stop
+from megalite.runtime.recover.messages import Address, Copy, End, HubState, Killed, Refuse, Stop
 from megalite.runtime.recover.processes import say
 
 # Of one, and of several.
@@ -48,6 +48,13 @@ class Peer:
     data: str = ""
     was: int = -1
     known: bool = False
+
+    def answer(self, message: Killed) -> None:
+        """Hear which copies there are."""
+        self.held = {(number, step) for number, step in message.held}
+        self.kept = {rank: {(number, step) for number, step in held} for rank, held in message.kept}
+        lent = message.lent
+        self.lent = {(layout, rank): {(number, step) for number, step in held} for layout, rank, held in lent}
 
 
 class Failure(NamedTuple):

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ _MOST_RANKS = 2048
 JOIN = "join.json"
 # Key of the launcher's store.
 _HUB = "megalite/hub"
+# How long a store or a hub may take to answer, and a lost hub to have moved: 15 s to notice, and the turn of each rank.
+_ASK, _MOVE_S = timedelta(seconds=10), 20.0
 
 
 def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None:
@@ -74,9 +77,9 @@ def meet_guards(cfg: Config, ctx: ParallelContext, companion: Companion) -> None
     assert isinstance(companion, GuardedRank)
     spares, rule = cfg.run.spare_ranks, "must be known before the ranks start"
     require(companion.turn.spares == spares, f"--spare-ranks {spares}", rule, "give it on the command line")
-    if cfg.run.elastic:
-        _check_sizes(cfg, ctx)
     if companion.round == 0:
+        if cfg.run.elastic:
+            _check_sizes(cfg, ctx)
         folder = folder_of_hubs(cfg)
         alone = len(set(gather_texts(network(), ctx.world, ctx.device))) == 1
         elsewhere, offer = cfg.run.recover == "host", ""
@@ -175,31 +178,33 @@ def _check_sizes(cfg: Config, ctx: ParallelContext) -> None:
 def find_hub(folder: str, waits: bool) -> str:
     """Find where the guards meet; return what `GuardedRank.meet` takes.
 
-    The launcher's store says it, unless the hub has moved. What nobody listens at is from an earlier attempt: torchrun
-    keeps one store across restarts.
+    The launcher's store says it, unless the hub has moved. What nobody listens at is from an earlier attempt, as
+    torchrun keeps one store across restarts; or a hub that is lost, and the next one is there within seconds.
 
     Args:
         folder: from `folder_of_hubs`.
         waits: whether to wait until rank 0 has told; otherwise "" if it has not, or the launcher has no store then.
     """
-    if folder and (offer := succession.answering_offer(folder)):
-        return " ".join(map(str, offer))
-    if not (waits or under_torchrun()):
-        return ""
-    store, deadline = join_store()[0], time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
-    while waits or store.check([_HUB]):
-        told = store.get(_HUB).decode()
-        try:
-            socket.create_connection((store_host(), int(told.split()[0])), timeout=30).close()
-        except OSError:
-            if not waits:
-                break
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(1.0)
-        else:
-            return f"{store_host()} {told}"
-    return ""
+    began, store = time.monotonic(), None
+    while True:
+        if folder and (offer := succession.answering_offer(folder)):
+            return " ".join(map(str, offer))
+        if not (waits or under_torchrun()):
+            return ""
+        # Once the hub has moved, the launcher's store may be gone.
+        if not (folder and succession.newest_offer(folder)):
+            with contextlib.suppress(OSError, RuntimeError):  # torch's errors are of the latter kind
+                store = store or join_store(timeout=_ASK)[0]
+                if not (waits or store.check([_HUB])):
+                    return ""
+                told = store.get(_HUB).decode()
+                socket.create_connection((store_host(), int(told.split()[0])), timeout=_ASK.total_seconds()).close()
+                return f"{store_host()} {told}"
+        if time.monotonic() - began > (RENDEZVOUS_TIMEOUT.total_seconds() if waits else _MOVE_S * bool(folder)):
+            if waits:
+                raise TimeoutError(f"no guard of rank 0 answers that {store_host()} names")
+            return ""
+        time.sleep(0.5)
 
 
 def build(cfg: Config, ctx: ParallelContext, companion: Companion) -> Engine[Config]:

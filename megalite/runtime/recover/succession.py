@@ -62,12 +62,18 @@ def newest_offer(folder: str) -> Offer | None:
     return newest
 
 
+def call(offer: Offer) -> socket.socket | None:
+    """Connect to a hub; None if it cannot be reached."""
+    with contextlib.suppress(OSError):
+        return socket.create_connection((offer.host, offer.port), timeout=_CALL_S)
+    return None
+
+
 def answering_offer(folder: str) -> Offer | None:
     """Return the newest offer if somebody listens there: others are from an earlier start."""
-    if offer := newest_offer(folder):
-        with contextlib.suppress(OSError):
-            socket.create_connection((offer.host, offer.port), timeout=_CALL_S).close()
-            return offer
+    if (offer := newest_offer(folder)) and (connection := call(offer)):
+        connection.close()
+        return offer
     return None
 
 

@@ -22,8 +22,7 @@ from hypothesis.stateful import (
 )
 
 from megalite.runtime.recover import hub as hub_module
-from megalite.runtime.recover.hub import Hub
-from megalite.runtime.recover.hub_base import UNFINISHED
+from megalite.runtime.recover.hub import UNFINISHED, Hub
 from megalite.runtime.recover.messages import (
     Break,
     Broken,
@@ -146,7 +145,7 @@ class Run(RuleBasedStateMachine):
         self.members[self.next_port] = member
         self.next_port += 1
         hello = Hello(rank, self.hub.token, host, member.port)
-        self.hub._introduce(member, hello)
+        self.hub._door.introduce(member, hello)
 
     # What the hub says.
 
@@ -290,7 +289,7 @@ class Run(RuleBasedStateMachine):
             else:
                 self.time_passes()
         assert self.end is not None or not self.broken
-        self.hub._server.close()
+        self.hub._door._server.close()
 
     # The model.
 

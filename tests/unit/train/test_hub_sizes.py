@@ -122,7 +122,7 @@ def test_without_a_whole_replica_the_run_saves(made: list[Run]) -> None:
     run.copy(1)
     run.lose(1)
     assert [guard.number for guard in run.guards if isinstance(guard.told[-1], StandIn)] == [3]
-    run.hub._identity = "which stand-ins do not know"
+    run.hub._door._identity = "which stand-ins do not know"
     run.guards.append(Guard(run.hub, 9, -1))
     run.guards[-1].answers(0)
     assert {go.world for go in run.goes().values()} == {0}
@@ -144,7 +144,7 @@ def test_the_planner_says_what_the_hub_decides(made: list[Run], unit: int, fewes
     cfg = with_options(cli.parse(flags.split()).config, options)
     run.guards += [Guard(run.hub, number, -1) for number in range(world, world + spares)]
     for lost in range(1, world):
-        del run.hub._guards[world - lost]
+        del run.hub._roster.guards[world - lost]
         left = grid_without(cfg, Grid.from_config(cfg.parallel, world), lost)
         assert (left.world if left else 0) == run.hub._fitting()
 
@@ -176,7 +176,7 @@ def test_a_host_that_comes_back_joins(made: list[Run]) -> None:
         assert go.numbers == [first_number(1)]
         assert go.cause == "host node9 joins (rank 3)"
         assert [port for _, port in go.lenders] == [0, 2, 3]
-    assert run.hub._recoveries == 1
+    assert run.hub._deaths.recoveries == 1
 
 
 def test_a_host_that_is_gone_again_before_it_joins(made: list[Run]) -> None:
@@ -225,13 +225,11 @@ def test_a_host_that_is_told_to_stop_leaves_when_nobody_needs_it(made: list[Run]
     assert not any(isinstance(said, End) for said in leaver.told), "others still load of it"
     run.began()
     assert leaver.told[-1] == End(0, "", kill=True)
-    # A reserve goes at once, and the first host, or one without which there are too few, stops the run.
+    # A reserve goes at once, and one without which there are too few stops the run.
     run.guards.append(Guard(run.hub, 9, -1))
     run.guards[-1].heard(Leaves())
     assert run.guards.pop().told[-1] == End(0, "", kill=True)
-    run.guards[0].heard(Leaves())
-    assert run.guards[0].told[-1] == Stop()
-    run.hub._fewest = 3
+    run.hub._roster._fewest = 3
     run.guards[1].heard(Leaves())
     assert run.guards[1].told[-1] == Stop()
 
@@ -295,7 +293,7 @@ def test_told_to_stop_before_all_have_met(made: list[Run]) -> None:
     """The hub asked where rank 0 is, of which it had not heard: an error, and the run was gone."""
     made.append(Run(0, 1))
     run = made[-1]
-    run.hub._world = run.hub._worlds[0] = 3
+    run.hub._roster.world = run.hub._roster.worlds[0] = 3
     early = Guard(run.hub, 1, 1)
     early.heard(Leaves())
     assert early.told == [Stop()]
@@ -316,9 +314,9 @@ def test_a_host_is_lost_while_one_that_has_its_copies_is_to_leave(made: list[Run
 
 def test_a_host_with_other_options_is_refused(made: list[Run]) -> None:
     run = begin(made, 3, 1)
-    run.hub._identity = "other"
+    run.hub._door._identity = "other"
     assert isinstance(Guard(run.hub, 9, -1).told[-1], Refuse)
-    assert run.hub._reserves == []
+    assert run.hub._roster.reserves == []
 
 
 def test_a_host_with_other_data_is_refused(made: list[Run]) -> None:
@@ -330,7 +328,7 @@ def test_a_host_with_other_data_is_refused(made: list[Run]) -> None:
     late, silent = Guard(run.hub, 9, -1, "other"), Guard(run.hub, 10, -1)
     assert [len(guard.told) for guard in (early, same, late, silent)] == [1, 0, 1, 0]
     assert isinstance(early.told[0], Refuse)
-    assert [peer.host for peer in run.hub._reserves] == ["node8", "node10"]
+    assert [peer.host for peer in run.hub._roster.reserves] == ["node8", "node10"]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -346,7 +344,7 @@ def test_who_took_a_lost_place_and_says_nothing_is_given_up(made: list[Run], tog
     assert silent.told[-1] == End(-signal.SIGKILL, "", kill=True)
     assert {(go.world, go.was, go.cause) for go in run.goes().values()} == {(3, 4, "host node9 is lost (rank 1)")}
     run.copy(first_number(1))
-    run.hub._taken.remove(run.hub._guards[2])
+    run.hub._taken.remove(run.hub._roster.guards[2])
     run.hub._give_up_deaf(1)
     deaf = run.guards.pop()
     assert deaf.told[-1] == End(-signal.SIGKILL, "", kill=True)
@@ -429,7 +427,7 @@ def test_hosts_that_are_lost_one_after_the_other_are_no_rank_that_dies_at_every_
         run.lose(number)
         assert {(go.world, tuple(go.ranks), go.gave_up) for go in run.goes().values()} == {(8 - number, (1,), "")}
         run.settle()
-    assert run.hub._recoveries == 3
+    assert run.hub._deaths.recoveries == 3
     for number in (3, 4, 5):
         run.hub._break(1, "rank 1 died", died=True)
         for guard in run.guards:

@@ -66,7 +66,7 @@ from megalite.runtime.recover.peers import buddies
 from megalite.runtime.recover.restore import check_unchanged
 from tests.ranks import reserve_port
 
-T = TypeVar("T", Broken, Done, Final, Killed)
+T = TypeVar("T", Broken, Done, Final, Hello, Killed)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,36 @@ def test_a_hub_that_hangs_up_at_once_cannot_be_reached(
         guard._meet(Meet(0, "localhost", 1, "", False))
 
 
+@pytest.mark.parametrize("greeted", [True, False])
+def test_a_host_that_joins_finds_the_hub_after_one_that_is_lost(
+    tmp_path: Path, make: Callable[..., Rank], greeted: bool
+) -> None:
+    """Between its look and the first words of its hub it ended, as if the run were over."""
+    rank, folder = make(), str(tmp_path / "hub")
+    meeting = Meet(-1, "127.0.0.1", reserve_port(), "secret", True, True, "same", "ours", folder)
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        rank.guard._hub = None
+        if greeted:
+            rank.guard._meet(meeting._replace(port=first.getsockname()[1]))
+            first.accept()[0].close()
+            rank.until(lambda: rank.guard._hub is None)
+        else:
+            rank.guard._meet(meeting)
+        offer = succession.Offer("127.0.0.1", reserve_port(), "secret")
+        assert succession.make_offer(folder, 1, offer), "of a hub that is lost, too"
+        assert succession.make_offer(folder, 2, offer._replace(port=second.getsockname()[1]))
+        rank.until(lambda: readable(second.fileno(), 0))
+        rank.hub = second.accept()[0]
+        said = rank.hears(Hello)
+        assert (said.rank, said.token, said.identity, said.data) == (-1, "secret", "same", "ours")
+        rank.hub.close()
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_nobody_else_reaches_the_guards_of_one_host(alone: bool) -> None:
     """They used to listen on all interfaces; other hosts' have to be let in."""
     hub = Hub(EventLoop(), Listen(1, 1, alone=alone, elsewhere=False))
-    bound = hub._server.getsockname()[0]
+    bound = hub._door._server.getsockname()[0]
     assert (bound == "127.0.0.1") is alone
     # All of 127.0.0.0/8 is this host, and no other address than the one of the guards answers.
     with contextlib.ExitStack() as stack:
@@ -380,7 +405,7 @@ def make_hub(links: list[Said], world: int = 3, elsewhere: bool = False, spares:
 
 def meet(hub: Any, link: Said, rank: int, port: int) -> None:
     host = {"127.0.0.1": "10.0.0.1"}.get(link.peer, link.peer)
-    hub._introduce(link, Hello(rank, hub.token, host, port))
+    hub._door.introduce(link, Hello(rank, hub.token, host, port))
 
 
 def test_all_that_died_are_named_and_counted() -> None:
@@ -699,19 +724,43 @@ def test_a_reserve_waits_for_the_hub_of_this_attempt(monkeypatch: pytest.MonkeyP
             return offer
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr(restore, "join_store", lambda: (Store(), 0, 1))
+        monkeypatch.setattr(restore, "join_store", lambda **_: (Store(), 0, 1))
         assert restore.find_hub("", waits=True) == f"127.0.0.1 {server.getsockname()[1]} new"
 
 
 def test_the_hub_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that comes back asked the store of the first one, which is lost, and waited for it for ten minutes."""
-    monkeypatch.setattr(restore, "join_store", lambda: pytest.fail("nobody answers there"))
+    monkeypatch.setattr(restore, "join_store", lambda **_: pytest.fail("nobody answers there"))
     folder = str(tmp_path / "hub")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         for number, here in enumerate((reserve_port(), port), 1):
             assert succession.make_offer(folder, number, succession.Offer("127.0.0.1", here, "secret"))
         assert restore.find_hub(folder, waits=True) == f"127.0.0.1 {port} secret"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_hub_is_lost_and_has_not_moved_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """A host that comes back just then took itself for one of a first start, and waited ten minutes for the others."""
+    store = dist.HashStore()
+    store.set("megalite/hub", f"{reserve_port()} old")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    folder, asked = str(tmp_path / "hub"), list[str]()
+
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+        def get(self, key: str) -> bytes:
+            asked.append(key)
+            if len(asked) == 2:
+                port = server.getsockname()[1]
+                assert succession.make_offer(folder, 1, succession.Offer("127.0.0.1", port, "secret"))
+            return store.get(key)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(restore, "join_store", lambda **_: (Store(), 0, 1))
+        assert restore.find_hub(folder, waits) == f"127.0.0.1 {server.getsockname()[1]} secret"
 
 
 def test_a_host_that_joins_is_of_the_launchers_world(monkeypatch: pytest.MonkeyPatch) -> None:
