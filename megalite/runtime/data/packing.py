@@ -106,10 +106,14 @@ class LossMask:
 
     def of(self, document: int) -> npt.NDArray[np.bool_]:
         """Return which tokens of a document are learned, [sizes[document]]."""
-        start, stop = self.indexed.starts[document : document + 2].tolist()
         if self.on == "all":
-            return np.ones(stop - start, np.bool_)
-        return learned_of(np.frombuffer(self.file.read(start, stop - start), np.uint8), self.on)
+            return np.ones(int(self.indexed.sizes[document]), np.bool_)
+        return learned_of(self.marks(document), self.on)
+
+    def marks(self, document: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a document, [sizes[document]]."""
+        start, stop = self.indexed.starts[document : document + 2].tolist()
+        return np.frombuffer(self.file.read(start, stop - start), np.uint8)
 
 
 def learned_of(marks: npt.NDArray[np.uint8], on: LossOn) -> npt.NDArray[np.bool_]:

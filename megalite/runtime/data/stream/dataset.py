@@ -106,7 +106,7 @@ class StreamDataset:
         self.split, self.vocab_size = split or Split(), vocab_size
         self.seq_len, self.passes = shape.seq_len, [list(row) for row in passes]
         self.document_mask, self.chats = document_mask, chats or ChatOptions()
-        self.has_documents = document_mask or any(source.template is not None for source in sources)
+        self.has_documents = document_mask or any(source.marked for source in sources)
         additions = [[i, n] for i, source in enumerate(sources) for n in range(1, len(source.added) + 1)]
         if sorted(row[:2] for row in self.passes) != additions or any(len(p) != 2 + shape.lanes for p in self.passes):
             rule = "grew in another way than the checkpoint records"
@@ -146,7 +146,7 @@ class StreamDataset:
 
     def _packs(self, source: Source) -> bool:
         """Whether samples of a source are whole conversations."""
-        return source.template is not None and self._version > 3
+        return source.marked and self._version > 3
 
     def sample(self, position: int) -> Tokens | Rows:
         """Return the sample at a position, tokenized by now or waited for.
@@ -161,7 +161,7 @@ class StreamDataset:
         source, spans = self.sources[number], self.order.lanes[number][lane].sample(nth)
         if self._packs(source):
             return fill((self._conversation(source, span) for span in spans), self.seq_len, self.chats.per_sample)
-        tokens, of_chats = self._read(source, spans), source.template is not None
+        tokens, of_chats = self._read(source, spans), source.marked
         if not self.document_mask and not of_chats:
             return tokens
         begins, at = [], 0
@@ -205,7 +205,7 @@ class StreamDataset:
     def _hash(self, hashes: Sequence[str]) -> str:
         s = self.shape
         numbers = (s.lanes, s.window, s.seq_len, self.split.begin, self.split.stop)
-        drops = self.chats.drop_long and any(source.template is not None for source in self.sources)
+        drops = self.chats.drop_long and any(source.marked for source in self.sources)
         lines = [
             f"stream {numbers!r}{' without long conversations' if drops else ''}",
             *(
@@ -227,7 +227,7 @@ class StreamDataset:
         """Return the documents of a part that are of the split."""
         known = source.sizes(piece, part)
         sizes = known.sizes
-        if self.chats.drop_long and source.template is not None:
+        if self.chats.drop_long and source.marked:
             sizes = np.where(sizes > self.seq_len + 1, 0, sizes)
         if self._packs(source):
             sizes = np.where(sizes < 2, 0, sizes)  # one token predicts nothing
