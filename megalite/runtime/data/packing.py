@@ -16,7 +16,7 @@ from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.core.rows import IGNORE, Rows, Tokens
 from megalite.runtime.data.binary import TokenFile
-from megalite.runtime.data.samples import read_ids
+from megalite.runtime.data.samples import Versioned, read_ids
 from megalite.runtime.data.shuffle import VERSION_OF_DATA, epoch_order
 from megalite.runtime.data.tokens import IndexedDataset
 
@@ -140,7 +140,7 @@ def mask_path(prefix: str) -> Path:
     return Path(f"{prefix}.mask.bin")
 
 
-class PackedDataset:
+class PackedDataset(Versioned):
     """Pack whole documents into samples; attention and targets stay within each.
 
     A document of n tokens takes n - 1 places, as its last token has nothing to predict. Each epoch shuffles the
@@ -198,7 +198,7 @@ class PackedDataset:
         self.source = source
         self.name = f"{split} split of {indexed.prefix}"
         self.places, self._usable, left_out = self._choose()
-        self._version, self.version = 0, VERSION_OF_DATA
+        self.version = VERSION_OF_DATA
         total = int(self.places[self._usable].sum())
         logger.info(
             f"{self.name}: {len(self._usable)} {self._items} packed into {self.num_samples} samples of {seq_len}, "
@@ -228,19 +228,11 @@ class PackedDataset:
     def __len__(self) -> int:
         return self.num_samples
 
-    @property
-    def version(self) -> int:
-        """Version of the order, see `VERSION_OF_DATA`."""
-        return self._version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        if version != self._version:
-            self._version = version
-            self._ends = [0]
-            self._epoch = -1
-            self._load(0)
-            self.num_samples = len(self._packs)
+    def _make_order(self) -> None:
+        self._ends = [0]
+        self._epoch = -1
+        self._load(0)
+        self.num_samples = len(self._packs)
 
     def sample(self, position: int) -> Rows:
         """Return the sample at a position of the training order (any position >= 0, over all epochs).

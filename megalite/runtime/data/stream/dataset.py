@@ -14,7 +14,7 @@ from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.core.rows import IGNORE, Rows, Tokens
 from megalite.runtime.data.packing import LossOn, fill, learned_of
-from megalite.runtime.data.samples import mark_documents
+from megalite.runtime.data.samples import Versioned, mark_documents
 from megalite.runtime.data.shuffle import VERSION_OF_DATA
 from megalite.runtime.data.stream.order import Lane, Part, Shape, Span, StreamOrder
 from megalite.runtime.data.stream.packs import PackedLane
@@ -72,7 +72,7 @@ class ChatOptions:
     drop_long: bool = False
 
 
-class StreamDataset:
+class StreamDataset(Versioned):
     """Take samples from the lanes of sources: text end to end, and whole conversations, packed.
 
     Args:
@@ -111,27 +111,19 @@ class StreamDataset:
         if sorted(row[:2] for row in self.passes) != additions or any(len(p) != 2 + shape.lanes for p in self.passes):
             rule = "grew in another way than the checkpoint records"
             raise UserError(f"--data {sources[0].name}", rule, "train on it with --reset-data")
-        self._version, self.version = 0, VERSION_OF_DATA
+        self.version = VERSION_OF_DATA
 
-    @property
-    def version(self) -> int:
-        """Version of the order, see `VERSION_OF_DATA`."""
-        return self._version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        if version != self._version:
-            self._version = version
-            numbers = range(len(self.sources))
-            lanes = [[self._lane(number, lane) for lane in range(self.shape.lanes)] for number in numbers]
-            self.order = StreamOrder(self.shape, lanes, self.weights)
-            self._begun: set[tuple[int, int]] = set()
+    def _make_order(self) -> None:
+        numbers = range(len(self.sources))
+        lanes = [[self._lane(number, lane) for lane in range(self.shape.lanes)] for number in numbers]
+        self.order = StreamOrder(self.shape, lanes, self.weights)
+        self._begun: set[tuple[int, int]] = set()
 
     def _lane(self, number: int, lane: int) -> Lane:
         source = self.sources[number]
-        sizes, is_split = partial(self._sizes, source), self.split != Split()
         kind = PackedLane if self._packs(source) else Lane
-        made = kind(self.shape, number, lane, source.num_pieces, sizes, source.ahead, source.name, is_split)
+        sizes, needs = partial(self._sizes, source), self._needs(source)
+        made = kind(self.shape, number, lane, source.num_pieces, sizes, source.ahead, source.name, *needs)
         for _, addition, *begins in sorted(row for row in self.passes if row[0] == number):
             made.add(source.added[addition - 1], begins[lane])
         return made
@@ -143,6 +135,18 @@ class StreamDataset:
             if source in rows:
                 rows[source].append(self.order.lanes[source][lane].next_pass(nth))
         return list(rows.values())
+
+    def _needs(self, source: Source) -> tuple[str, str]:
+        """Return what each lane must hold, and what helps if it does not; "": see `Lane`."""
+        needs = "a conversation of 2 or more tokens" if self._packs(source) else "a token"
+        drops, remedy = self.chats.drop_long and source.marked, ""
+        if drops:
+            needs = f"a conversation of 2 to {self.seq_len + 1} tokens, and longer ones are dropped"
+            remedy = "give --long-documents cut, or a longer --seq-len"
+        if self.split != Split():
+            needs += " in this part of --split"
+            remedy = remedy or "give --valid-data, or a larger part of --split"
+        return needs, remedy
 
     def _packs(self, source: Source) -> bool:
         """Whether samples of a source are whole conversations."""

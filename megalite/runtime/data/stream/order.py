@@ -128,7 +128,8 @@ class Lane:
         sizes: the documents of a piece.
         ahead: called with each piece that is read soon.
         name: the source, for errors.
-        split: whether a part of its documents is used.
+        needs: what an epoch must hold to be used, for errors.
+        remedy: what to do if it does not; by default to give fewer lanes.
 
     Raises:
         UserError: a whole epoch has no token.
@@ -143,9 +144,11 @@ class Lane:
         sizes: Sizes,
         ahead: Ahead = _nothing,
         name: str = "",
-        split: bool = False,
+        needs: str = "a token",
+        remedy: str = "",
     ) -> None:
-        self.shape, self.source, self.lane, self.name, self._split = shape, source, lane, name, split
+        self.shape, self.source, self.lane, self.name = shape, source, lane, name
+        self._needs, self._remedy = needs, remedy
         self._sizes, self._ahead = sizes, ahead
         # Of each generation of pieces, their number, and the pass that reads it alone.
         self._pieces, self._passes = [num_pieces], [0]
@@ -325,11 +328,9 @@ class Lane:
 
     def _refuse_empty(self, epoch: int) -> None:
         own, given = self.num_own(epoch), f"lane {self.lane} of {self.shape.lanes} of {self.name}"
-        if self._split:
-            rule = f"none of its {own} pieces has a token in this part of --split"
-            raise UserError(given, rule, "give --valid-data, or a larger part of --split")
-        remedy = f"give fewer --data-lanes than {self.shape.lanes}, or check --key" if self.shape.lanes > 1 else ""
-        raise UserError(given, f"none of its {own} pieces holds a token", remedy or "check the files and --key")
+        lanes = self.shape.lanes
+        remedy = f"give fewer --data-lanes than {lanes}, or check --key" if lanes > 1 else "check the files and --key"
+        raise UserError(given, f"none of its {own} pieces holds {self._needs}", self._remedy or remedy)
 
 
 class StreamOrder:

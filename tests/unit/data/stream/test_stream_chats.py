@@ -284,6 +284,15 @@ def test_first_records_say_what_a_folder_holds(tmp_path: Path) -> None:
         Catalogue(str(tmp_path / "3"), "text")
 
 
+def test_a_lane_whose_conversations_are_all_dropped_says_so(small: None, tmp_path: Path) -> None:
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_bytes(lines([r for r in conversations(1, 90) if "text" not in r]))
+    with opened([tmp_path / "chats"], tmp_path / "cache", long_documents="drop", **CHATML) as data:
+        rule = rf"holds a conversation of 2 to {SEQ + 1} tokens, and longer ones are dropped; give --long-documents cut"
+        with pytest.raises(UserError, match=rule):
+            data.sample(0)
+
+
 def test_what_cannot_be_done_with_chats_is_refused_in_a_line(small: None, tmp_path: Path) -> None:
     write_chats(tmp_path / "chats")
     (tmp_path / "text").mkdir()

@@ -222,7 +222,7 @@ def test_a_part_of_a_split_without_a_document_is_named(small: None, tmp_path: Pa
     (tmp_path / "text" / "a.jsonl").write_bytes(json_lines(["abc"] * 12))
     with (
         opened([tmp_path / "text"], tmp_path / "cache", part=1, split="9999,1", shuffle=False) as data,
-        pytest.raises(UserError, match="has a token in this part of --split; give --valid-data"),
+        pytest.raises(UserError, match="holds a token in this part of --split; give --valid-data"),
     ):
         data.sample(0)
 
