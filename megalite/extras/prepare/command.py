@@ -136,7 +136,7 @@ def _stream(args: argparse.Namespace) -> None:
     (word,) = args.input
     path, _ = split_of(word)
     if is_url(path):
-        bring_tree(path, args.cache_dir)
+        bring_tree(path, args.cache_dir, deep=True)
         word = str(cached_at(word, args.cache_dir))
     else:
         require(Path(path).exists(), f"--input {word}", "does not exist", "check the path")
