@@ -31,7 +31,8 @@ from megalite.runtime.data.loader import BatchLoader
 from megalite.runtime.options import cli
 from megalite.runtime.start.inputs import open_data, resolve_vocabulary
 
-MODEL = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_len": 256, "split": "1", "tokenizer": "bytes"}
+SEQ_LEN = 256
+MODEL = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_len": SEQ_LEN, "split": "1", "tokenizer": "bytes"}
 BATCH, TURNS, WARMUP = 8, 5, 3
 
 
@@ -92,7 +93,7 @@ def training(folder: Path, steps: int) -> dict[str, Any]:
                 found.append(record | {"processor_s": time.process_time() - before})
     files, text = (found[WARMUP:] for found in times.values())
     kinds = {"clock": "step_time_s", "processor": "processor_s"}
-    tokens = BATCH * int(MODEL["seq_len"])
+    tokens = BATCH * SEQ_LEN
     return {
         "tokens_per_s": {name: tokens / median(x["step_time_s"] for x in found) for name, found in times.items()},
         "data_wait_s": {name: median(x["data_wait_s"] for x in found[WARMUP:]) for name, found in times.items()},

@@ -135,7 +135,8 @@ class Tokens:
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
         """Tokens of each document."""
-        return np.diff(self.starts.astype(np.int64))
+        starts = self.starts.astype(np.int64)
+        return starts[1:] - starts[:-1]
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return ids [start, stop) of the documents end to end; raises as the constructor."""
