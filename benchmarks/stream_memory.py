@@ -4,11 +4,11 @@ For each size a process reads one sample of each window of an epoch, so that all
 is opened, in the order of a run. Peaks of resident memory are those of that process and of its largest worker, in MiB,
 beside what the process had before it opened the data.
 
-With --files: folders of so many small files of documents of three tokens, where a piece is a file: a rank keeps at most
-4,096 open.
+With --files: a folder of so many small files of documents of three tokens, where a piece is a file, opened one after
+the other in this process; a rank keeps at most 4,096 open.
 
 python -m benchmarks.stream_memory --gb 1 4 --folder /scratch
-python -m benchmarks.stream_memory --files 2000 5000 10000
+python -m benchmarks.stream_memory --files 5000
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megalite.runtime.data.stream.catalogue import Catalogue
 from megalite.runtime.data.stream.dataset import StreamDataset
+from megalite.runtime.data.stream.opening import TextOptions, open_text
 from megalite.runtime.data.stream.sources import TextSource
+from megalite.runtime.data.stream.workers import Workers
+from megalite.runtime.data.tokenizer import ByteTokenizer
 from megalite.runtime.options import cli
 from megalite.runtime.start.inputs import open_data, resolve_vocabulary
 
@@ -90,12 +93,12 @@ def read_all(pipe: Connection, folder: str, cache: str) -> None:
     )
 
 
-def measure(write: Callable[[Path, int], None], size: int, scratch: Path) -> dict[str, Any]:
+def measure(size: int, scratch: Path) -> dict[str, Any]:
     """Measure one size in a new process."""
     folder = Path(tempfile.mkdtemp(prefix="stream_memory_", dir=scratch))
     try:
         (folder / "text").mkdir()
-        write(folder / "text", size)
+        write_texts(folder / "text", size)
         ours, theirs = multiprocessing.Pipe()
         arguments = (theirs, str(folder / "text"), str(folder / "cache"))
         process = multiprocessing.get_context("spawn").Process(target=read_all, args=arguments)
@@ -108,16 +111,35 @@ def measure(write: Callable[[Path, int], None], size: int, scratch: Path) -> dic
         shutil.rmtree(folder)
 
 
+def open_all(files: int, scratch: Path) -> dict[str, Any]:
+    """Open each piece of many small files; the peaks by the number of pieces that were opened."""
+    with tempfile.TemporaryDirectory(prefix="stream_memory_", dir=scratch) as name:
+        folder, tokenizer = Path(name), ByteTokenizer()
+        (folder / "text").mkdir()
+        write_short_texts(folder / "text", files)
+        options, workers = (
+            TextOptions(tokenizer, cache_dir=str(folder / "cache"), cache_bytes=10**9),
+            Workers(0, tokenizer),
+        )
+        source = open_text(Catalogue(str(folder / "text"), "text"), options, tokenizer, workers)
+        peaks = {"0": peak_mib()}
+        for piece in range(source.num_pieces):
+            source.sizes(piece, 0)
+            if (piece + 1) % 1000 == 0 or len(source._open) == piece + 1 == 4096:
+                peaks[f"{piece + 1}"] = peak_mib()
+        return {"peak_mib_by_pieces": peaks, "open_pieces": len(source._open)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, nargs="+", default=[1.0, 4.0])
-    parser.add_argument("--files", type=int, nargs="+", default=[])
+    parser.add_argument("--files", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args()
     if args.files:
-        rows = {f"{files} files": measure(write_short_texts, files, args.folder) for files in args.files}
-    else:
-        rows = {f"{gb:g} GB": measure(write_texts, int(gb * 1e9), args.folder) for gb in args.gb}
+        print(json.dumps(open_all(args.files, args.folder), indent=1))
+        return
+    rows = {f"{gb:g} GB": measure(int(gb * 1e9), args.folder) for gb in args.gb}
     first, last = list(rows.values())[0], list(rows.values())[-1]
     ratios = {name: last[name] / first[name] for name in ("opened_mib", "reader_mib", "worker_mib")}
     print(json.dumps({"sizes": rows, "last_over_first": ratios}, indent=1))
