@@ -57,7 +57,8 @@ if environment .venv-peers "trl>=1.16" "lm-eval[hf]>=0.4.13" "deepspeed>=0.19"; 
     export PATH=$VIRTUAL_ENV/bin:$PATH
     # The launchers are looked for on PATH.
     set="VIRTUAL_ENV=\$PWD/.venv-peers PATH=\$PWD/.venv-peers/bin:\$PATH" \
-        tests .venv-peers/bin/python tests/unit/test_trl.py tests/parity/test_lm_harness.py \
+        tests .venv-peers/bin/python tests/unit/test_trl.py tests/parity/test_rewards.py::test_one_process_is_trls_trainer \
+        tests/parity/test_lm_harness.py \
         tests/unit/extras/compat/test_with_deepspeed.py tests/unit/extras/compat/test_hjson.py \
         tests/unit/extras/compat/test_resolved_files.py tests/unit/extras/prepare/test_published_templates.py \
         tests/faults/test_launchers.py

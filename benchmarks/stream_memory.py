@@ -4,7 +4,11 @@ For each size a process reads one sample of each window of an epoch, so that all
 is opened, in the order of a run. Peaks of resident memory are those of that process and of its largest worker, in MiB,
 beside what the process had before it opened the data.
 
+With --files: a folder of so many small files of documents of three tokens, where a piece is a file, opened one after
+the other in this process; a rank keeps at most 4,096 open.
+
 python -m benchmarks.stream_memory --gb 1 4 --folder /scratch
+python -m benchmarks.stream_memory --files 5000
 """
 
 from __future__ import annotations
@@ -21,7 +25,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megalite.runtime.data.stream.catalogue import Catalogue
 from megalite.runtime.data.stream.dataset import StreamDataset
+from megalite.runtime.data.stream.opening import TextOptions, open_text
+from megalite.runtime.data.stream.sources import TextSource
+from megalite.runtime.data.stream.workers import Workers
+from megalite.runtime.data.tokenizer import ByteTokenizer
 from megalite.runtime.options import cli
 from megalite.runtime.start.inputs import open_data, resolve_vocabulary
 
@@ -29,16 +38,23 @@ FILE_BYTES = 64_000_000
 MODEL = ("--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--seq-len", "2048", "--tokenizer", "bytes")
 
 
-def write_texts(folder: Path, size: int) -> None:
+def write_texts(folder: Path, size: int, file_bytes: int = FILE_BYTES) -> None:
     """Write JSON lines of some 1,000 bytes each."""
     rng = random.Random(size)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(1, 10))) for _ in range(5000)]
     lines = [json.dumps({"text": " ".join(rng.choices(words, k=rng.randint(20, 300)))}) + "\n" for _ in range(20_000)]
-    for number in range(size // FILE_BYTES):
+    for number in range(size // file_bytes):
         with (folder / f"{number:05}.jsonl").open("w") as f:
             written = 0
-            while written < FILE_BYTES:
+            while written < file_bytes:
                 written += f.write(rng.choice(lines))
+
+
+def write_short_texts(folder: Path, files: int) -> None:
+    """Write files of 300 documents of two letters."""
+    for number in range(files):
+        lines = (json.dumps({"text": f"{chr(97 + number % 26)}{chr(97 + i % 26)}"}) for i in range(300))
+        (folder / f"{number:06}.jsonl").write_text("\n".join(lines))
 
 
 def peak_mib(pid: int | str = "self") -> float:
@@ -68,6 +84,8 @@ def read_all(pipe: Connection, folder: str, cache: str) -> None:
             "opened_mib": opened,
             "reader_mib": peak_mib(),
             "worker_mib": max(workers),
+            "pieces": sum(source.num_pieces for source in data.sources),
+            "open_pieces": sum(len(source._open) for source in data.sources if isinstance(source, TextSource)),
             "lanes": shape.lanes,
             "windows_of_a_lane": windows,
             "seconds": time.monotonic() - started,
@@ -93,11 +111,34 @@ def measure(size: int, scratch: Path) -> dict[str, Any]:
         shutil.rmtree(folder)
 
 
+def open_all(files: int, scratch: Path) -> dict[str, Any]:
+    """Open each piece of many small files; the peaks by the number of pieces that were opened."""
+    with tempfile.TemporaryDirectory(prefix="stream_memory_", dir=scratch) as name:
+        folder, tokenizer = Path(name), ByteTokenizer()
+        (folder / "text").mkdir()
+        write_short_texts(folder / "text", files)
+        options, workers = (
+            TextOptions(tokenizer, cache_dir=str(folder / "cache"), cache_bytes=10**9),
+            Workers(0, tokenizer),
+        )
+        source = open_text(Catalogue(str(folder / "text"), "text"), options, tokenizer, workers)
+        peaks = {"0": peak_mib()}
+        for piece in range(source.num_pieces):
+            source.sizes(piece, 0)
+            if (piece + 1) % 1000 == 0 or len(source._open) == piece + 1 == 4096:
+                peaks[f"{piece + 1}"] = peak_mib()
+        return {"peak_mib_by_pieces": peaks, "open_pieces": len(source._open)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, nargs="+", default=[1.0, 4.0])
+    parser.add_argument("--files", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args()
+    if args.files:
+        print(json.dumps(open_all(args.files, args.folder), indent=1))
+        return
     rows = {f"{gb:g} GB": measure(int(gb * 1e9), args.folder) for gb in args.gb}
     first, last = list(rows.values())[0], list(rows.values())[-1]
     ratios = {name: last[name] / first[name] for name in ("opened_mib", "reader_mib", "worker_mib")}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megalite.core.base.errors import require
 from megalite.core.base.log import logger, setup_logging
-from megalite.runtime.base.urls import cached_at, check_local, check_url, check_user, is_url, join
+from megalite.runtime.base.urls import cached_at, check_local, check_url, check_user, is_url
 from megalite.runtime.checkpoint.local_copies import local_copy
 from megalite.runtime.data import bring_prefix
 from megalite.runtime.places.downloads import bring_tree
@@ -89,25 +88,11 @@ def _bring(command: str, flag: str, url: str) -> str:
         bring_prefix(url, _CACHE, _LIMIT)
         return str(cached_at(url, _CACHE))
     if flag == "--input":
-        return str(_bring_all(url))
+        return str(bring_tree(url, _CACHE, deep=True))
     # A Hugging Face folder, a tokenizer, and of a run what is drawn: files side by side.
     if command == "plot" or flag in _FILES or "config.json" in Store(url).names():
         return str(bring_tree(url, _CACHE))
     return str(local_copy(url, _CACHE))
-
-
-def _bring_all(url: str) -> Path:
-    """Download a file, or a folder with those in it, without what was there before."""
-    names, here = Store(url).names(), cached_at(url, _CACHE)
-    folders = {name.rstrip("/") for name in names if name.endswith("/")}
-    for path in here.iterdir() if here.is_dir() else ():
-        if path.is_dir() and path.name not in folders:
-            shutil.rmtree(path)
-        elif path.is_file() and path.name not in names and not path.name.startswith("."):
-            path.unlink()
-    for name in folders:
-        _bring_all(join(url, name))
-    return here if names and len(folders) == len(names) else bring_tree(url, _CACHE)
 
 
 def _split(url: str) -> tuple[str, str]:

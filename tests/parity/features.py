@@ -50,6 +50,7 @@ class Feature:
         recomputed: rows whose bits no mode of recomputation changes, nor its masks of dropout.
         planted: by the name of a mistake: a row that shows it.
         rounded: models, their half precision, and layouts of four ranks that round no worse than one process.
+        rounded_on: their training options, among them "data".
         compiled: rows whose blocks are compiled.
         kinds_of_blocks: how many kinds of blocks their models have.
         refused: what does not fit.
@@ -63,6 +64,7 @@ class Feature:
     recomputed: ClassVar[Grid] = {}
     planted: ClassVar[Mapping[str, tuple[Shape, Row]]] = {}
     rounded: ClassVar[Sequence[tuple[ModelConfig, str, list[dict[str, Any]]]]] = ()
+    rounded_on: ClassVar[Mapping[str, Any]] = {}
     compiled: ClassVar[Sequence[tuple[Shape, Row]]] = ()
     kinds_of_blocks: ClassVar[int] = 1
     refused: ClassVar[Sequence[Refused]] = ()
@@ -128,11 +130,13 @@ class Feature:
     ) -> None:
         model, precision, layouts = row
         for layout in layouts:
-            assert 0 < rounding(pool, shallow(model), precision, layout) < ROUNDS_NO_WORSE, layout
+            train = tuple(self.rounded_on.items())
+            assert 0 < rounding(pool, shallow(model), precision, layout, train=train) < ROUNDS_NO_WORSE, layout
 
     def test_compiled_blocks(self, pool: WorkerPool, row: tuple[Shape, Row]) -> None:
         """One layer of a kind per stage shows as much as four."""
-        check_compiled(pool, row[0][0], config_of(*row), self.kinds_of_blocks)
+        data = row[1][3].get("data", fixed)
+        check_compiled(pool, row[0][0], config_of(*row), self.kinds_of_blocks, data)
 
     def test_what_does_not_fit_is_refused(self, row: Refused) -> None:
         make, model, more, words = row

@@ -181,14 +181,14 @@ def boxes_of(engine: Any, role: str = "exp_avg") -> Gradients:
     return boxes
 
 
-def compiled(rank: int, cfgs: Sequence[Config], world: int, kinds: int) -> list[Result]:
+def compiled(rank: int, cfgs: Sequence[Config], world: int, kinds: int, data: Data = fixed) -> list[Result]:
     """`trained`, each kind of its blocks traced by torch.compile once and for all micro-batches."""
     import torch._dynamo.config as dynamo
 
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch, dynamo.patch(recompile_limit=kinds, fail_on_recompile_limit_hit=True):
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        return trained(rank, cfgs, world)
+        return trained(rank, cfgs, world, [data] * len(cfgs))
 
 
 Mistakes = Callable[[int, Config], dict[str, tuple[Any, str, Any]]]
@@ -319,9 +319,20 @@ def check_evaluated(pool: WorkerPool, shape: Shape, row: Row) -> None:
         assert after == pytest.approx(before, rel=1e-6)
 
 
-def check_compiled(pool: WorkerPool, world: int, cfg: Config, kinds: int = 1) -> None:
-    ranks = on_ranks(pool, world, compiled, [jobs.with_train(cfg, compile=True, ops="torch")], world, kinds)
-    assert_same([rank[0] for rank in ranks], one_process(in_one_process(cfg)), f"compiled {cfg.parallel}")
+def check_compiled(pool: WorkerPool, world: int, cfg: Config, kinds: int = 1, data: Data = fixed) -> None:
+    ranks = on_ranks(pool, world, compiled, [jobs.with_train(cfg, compile=True, ops="torch")], world, kinds, data)
+    assert_same([rank[0] for rank in ranks], one_process(in_one_process(cfg), data), f"compiled {cfg.parallel}")
+
+
+def check_fp8(pool: WorkerPool, shape: Shape, row: Row) -> None:
+    """On these ranks, a row of --fp8 is one process with it but for codes that flip, and not one without it."""
+    cfg, data = jobs.with_train(config_of(shape, row), micro_batch_size=2, fp8_emulate=True), row[3]["data"]
+    plain = jobs.with_train(in_one_process(cfg), micro_batch_size=2)
+    with_fp8 = jobs.with_train(plain, fp8=cfg.train.fp8, fp8_emulate=True)
+    alone, without = (np.array(one_process(of, data).steps) for of in (with_fp8, plain))
+    for (result,) in on_ranks(pool, shape[0], trained, [cfg], shape[0], [data]):
+        np.testing.assert_allclose(result.steps, alone, rtol=0.01)
+    assert not np.allclose(alone[0], without[0], rtol=1e-4)
 
 
 def check_mistake(
@@ -343,20 +354,30 @@ def rounding(
     precision: str,
     layout: dict[str, Any],
     planted: tuple[Mistakes, str] | None = None,
+    train: tuple[tuple[str, Any], ...] = (),
 ) -> float:
     """Error of gradients of half precision on four ranks, where that of one process is 1."""
-    cfg = config(model, 1, layout, precision=precision)
-    ranks = pool.run(4, mistaken, *planted, cfg, 4) if planted else pool.run(4, trained, [cfg], 4, (), 1)
-    return error_of(model, ranks) / error_alone(model, precision)
+    options, data = options_of(train)
+    cfg = config(model, 1, layout, precision=precision, **options)
+    ranks = pool.run(4, mistaken, *planted, cfg, 4, data) if planted else pool.run(4, trained, [cfg], 4, [data], 1)
+    return error_of(model, ranks, train) / error_alone(model, precision, train)
+
+
+def options_of(train: tuple[tuple[str, Any], ...]) -> tuple[dict[str, Any], Data]:
+    options = dict(train)
+    return options, options.pop("data", fixed)
 
 
 @cache
-def error_alone(model: ModelConfig, precision: str) -> float:
-    return error_of(model, [trained(0, [scaled(jobs.make_config(model, precision=precision))], 1, steps=1)])
+def error_alone(model: ModelConfig, precision: str, train: tuple[tuple[str, Any], ...]) -> float:
+    options, data = options_of(train)
+    cfg = scaled(jobs.make_config(model, precision=precision, **options))
+    return error_of(model, [trained(0, [cfg], 1, [data], steps=1)], train)
 
 
-def error_of(model: ModelConfig, ranks: Sequence[Sequence[Result]]) -> float:
+def error_of(model: ModelConfig, ranks: Sequence[Sequence[Result]], train: tuple[tuple[str, Any], ...] = ()) -> float:
     """Mean over parameters of the relative error of their gradients."""
-    exact = put_together([one_process(in_one_process(scaled(jobs.make_config(model)))).gradients])
+    options, data = options_of(train)
+    exact = put_together([one_process(in_one_process(scaled(jobs.make_config(model, **options))), data).gradients])
     held = put_together([result.gradients for (result,) in ranks])
     return float(np.mean([np.linalg.norm(held[name] - x) / np.linalg.norm(x) for name, x in exact.items()]))

@@ -112,6 +112,17 @@ def test_scores_are_those_of_transformers(
         assert found[1] == greedy
 
 
+@pytest.mark.full
+def test_one_request_passes_a_pipeline_of_four(pool: WorkerPool, tmp_path: Path) -> None:
+    """Most of its micro-batches are padding."""
+    model = hf_models.make_model("gemma2", tmp_path / "hf")
+    docs = documents(model)[:1]
+    sums, greedy = theirs(model, docs)
+    for found in pool.run(4, scored, str(tmp_path / "hf"), docs, 4, {"pp": 4}, {}, False):
+        np.testing.assert_allclose(found[0], sums, rtol=1e-5, atol=1e-5)
+        assert found[1] == greedy
+
+
 def test_all_ranks_end_when_one_is_asked_to(pool: WorkerPool, tmp_path: Path) -> None:
     model = hf_models.make_model("llama", tmp_path / "hf")
     docs = documents(model) * 3

@@ -9,9 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
+from megalite.core.mesh.grid import Grid
+from megalite.runtime.options import cli
+from megalite.runtime.places.store import Store
+from megalite.runtime.start.growth import Growth
+from megalite.runtime.start.inputs import open_data, resolve_vocabulary
 from tests.parity.runs import MODEL, losses, train
+from tests.stores import S3
 from tests.workers import WorkerPool
 
 Words = list[str]
@@ -29,6 +37,49 @@ def flags(folder: Path, kind: str) -> Words:
     lanes = ["--data-lanes", "2", "--shuffle-tokens", "64", "--split", "1", "--data-workers", "1"]
     data = ["--tokenizer", "bytes", "--vocab-size", "258", "--data", str(folder), "--cache-dir", f"{folder}_cache"]
     return [*model, *chats, *lanes, *data]
+
+
+def test_files_that_arrive_in_a_store(pool: WorkerPool, s3: S3, tmp_path: Path) -> None:
+    """In new folders too: a run goes on as one on the same folder of a disk does, on one rank and on two."""
+    disk, store = tmp_path / "text", Store(s3.url("growing"))
+    found = []
+    for place in (disk, f"{store.url}/"):
+        words = flags(disk, "text")
+        words[words.index("--data") + 1] = str(place)
+        run = ["--run-dir", f"{tmp_path}/{'disk' if place == disk else 'store'}"]
+        for steps, names in ((3, ["2026/a.jsonl", "2026/b.jsonl"]), (6, ["2027/c.jsonl"]), (9, ["2027/d/e.jsonl"])):
+            for name in names:
+                (disk / name).parent.mkdir(parents=True, exist_ok=True)
+                write(disk, name, "text")
+                store.write(name, (disk / name).read_bytes())
+            arguments = [*words, *run, "--train-steps", str(steps), "--data-grows"]
+            pool.run(2, train, arguments, 2) if steps == 6 else train(0, arguments, 1)
+        meta = meta_of(Path(run[1]))
+        found.append((losses(Path(run[1])), meta["files"], meta["passes"], meta["data_hash"]))
+        shutil.rmtree(disk)
+        if place == disk:
+            store.delete(["2026/a.jsonl", "2026/b.jsonl", "2027/c.jsonl", "2027/d/e.jsonl"])
+    assert found[0] == found[1]
+    assert found[0][1] == [["2026/b.jsonl", "2027/c.jsonl", "2027/d/e.jsonl"]]
+
+
+def test_a_file_that_only_some_ranks_have_found_waits(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, listed_with_delay, str(tmp_path)) == [["b.jsonl", "c.jsonl"]] * 2
+
+
+def listed_with_delay(rank: int, folder: str) -> list[str]:
+    """Rank 0 lists last, and has found one file more than the others."""
+    text = Path(folder) / f"of_rank_{rank}"
+    text.mkdir()
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl", *(["d.jsonl"] if rank == 0 else [])):
+        write(text, name, "text")
+    cfg, tokenizer = resolve_vocabulary(cli.parse([*flags(text, "text"), "--data-grows"]).config)
+    ctx = ParallelContext.create(Grid.of(2), torch.device("cpu"))
+    recorded = {"files": [["b.jsonl"]], "passes": [], "consumed_samples": 0}
+    growth = Growth(open_data(cfg, tokenizer), ctx, recorded)
+    after, _ = growth.after(growth.before(), recorded)
+    after.close()
+    return after.files_meta()["files"][0]
 
 
 def meta_of(run_dir: Path) -> dict[str, Any]:

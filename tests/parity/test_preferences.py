@@ -24,16 +24,18 @@ from tests.parity.harness import (
     assert_same_gradients,
     boxes_of,
     check_evaluated,
+    check_fp8,
     evaluate_steps,
     put_together,
     ranks_of,
     train_steps,
 )
 from tests.parity.models import MIXTRAL
+from tests.unit.tensor_parallel.fp8_layers import SMALL
 from tests.workers import WorkerPool
 
 DPO: dict[str, Any] = {"stage": "dpo", "dpo_beta": 0.5}
-LLAMA = jobs.llama(init_std=0.15)
+LLAMA, MUP = jobs.llama(init_std=0.15), jobs.llama(init_std=0.15, mup_base_width=8)
 
 # ------------------------------------------------------------------------------------------------------------- rows
 
@@ -280,7 +282,16 @@ class TestPreferences(Feature):
         ranks_of(4, tp=2, cp=2): [(LLAMA, 1, {}, DATA)],
         ranks_of(4, pp=2, vp=2): [(LLAMA, 2, {}, DATA)],
         ranks_of(4, tp=2, pp=2): [(LLAMA, 1, {"schedule": "zb-h1"}, DATA)],
+        ranks_of(2, zero_whole_below=0): [
+            (LLAMA, 1, {}, {**DATA, "offload": "optimizer"}),
+            (LLAMA, 3, {}, {**DATA, "offload": "optimizer+params"}),
+            (LLAMA, 1, {}, {**DATA, "offload": "activations", "recompute": "full"}),
+        ],
+        ranks_of(4, tp=2): [(MUP, 1, {}, DATA)],
     }
+    rounded = ((LLAMA, "bf16", [{"tp": 2}, {"cp": 2}]),)
+    rounded_on = DATA
+    compiled = ((ranks_of(2, tp=2), (LLAMA, 1, {}, DATA)),)
     planted = {
         "reference of the other sign": (ranks_of(2, cp=2), (LLAMA, 1, {}, DATA)),
         "a pair split": (ranks_of(2, tp=2), (LLAMA, 1, {}, DATA)),
@@ -323,3 +334,11 @@ class TestPreferences(Feature):
 @pytest.mark.parametrize("shape", [ranks_of(2, tp=2), ranks_of(4, pp=2)], ids=str)
 def test_evaluations_are_those_of_one_process(pool: WorkerPool, shape: Any) -> None:
     check_evaluated(pool, shape, (LLAMA, 1, {}, DATA))
+
+
+@pytest.mark.parametrize(
+    "shape", [ranks_of(2, tp=2), *(pytest.param(s, marks=pytest.mark.full) for s in (ranks_of(2, cp=2), ranks_of(2)))]
+)
+def test_products_in_fp8(pool: WorkerPool, shape: Any) -> None:
+    model = jobs.llama(2, **{**SMALL, "seq_len": jobs.SEQ, "init_std": 0.15})
+    check_fp8(pool, shape, (model, 1, {}, {**DATA, "fp8": "rowwise", "fp8_emulate": True}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ from megalite.extras.inference.command import lm_eval_parser
 from megalite.extras.inference.lm_eval import join, run_tasks
 from megalite.extras.inference.load import find_weights, load_model
 from megalite.extras.inference.score import Scorer, scoring_config
+from megalite.extras.tasks.writing import Request
+from megalite.runtime.data.tokenizer import ByteTokenizer
 from tests.ranks import reserve_port
 from tests.unit.checkpoint import hf_models
 from tests.workers import WorkerPool
@@ -35,8 +38,19 @@ def rows() -> list[list[int]]:
     return [draws.integers(0, 90, n).tolist() for n in LENGTHS]
 
 
-def scored(rank: int, path: str, tp: int, pp: int, world: int) -> tuple[list[tuple[float, bool]], np.ndarray] | None:
-    """Score all but the first id of each row, the last row's last two only; then the logits after the first rows."""
+class Letters(ByteTokenizer):
+    """A letter for each id of a small model; none ends a text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(0x4E00 + i) for i in ids)
+
+
+def scored(
+    rank: int, path: str, tp: int, pp: int, world: int
+) -> tuple[list[tuple[float, bool]], np.ndarray, list[str], list[int]] | None:
+    """Score all but the first id of each row, the last row's last two only; then the logits after the first rows, texts
+    that continue these, and how many tokens this rank's stage has read for them.
+    """
     ctx = ParallelContext.create(Grid.of(world, tp=tp, pp=pp), CPU)
     weights = find_weights(Path(path))
     scorer = Scorer(scoring_config(weights, world, tp, pp, rows=4, max_length=32), ctx, weights)
@@ -48,8 +62,11 @@ def scored(rank: int, path: str, tp: int, pp: int, world: int) -> tuple[list[tup
         pair for i in range(0, len(given), scorer.max_rows) for pair in scorer.score(given[i : i + scorer.max_rows])
     ]
     logits = scorer.next_logits(rows()[:3])
+    read = []
+    scorer._stage.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[0] * args[0].shape[1]))
+    texts = scorer.write([Request(ids, 6) for ids in rows()[:3]], Letters())
     scorer.close()
-    return found, logits.numpy()
+    return found, logits.numpy(), texts, read
 
 
 @pytest.mark.parametrize(
@@ -68,7 +85,7 @@ def scored(rank: int, path: str, tp: int, pp: int, world: int) -> tuple[list[tup
 def test_scores_in_a_layout(pool: WorkerPool, tmp_path: Path, case: str, tp: int, pp: int, world: int) -> None:
     hf_models.make_model(case, tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "ckpt")
-    found, logits = pool.run(world, scored, str(tmp_path / "ckpt"), tp, pp, world)[0]
+    found, logits, texts, read = pool.run(world, scored, str(tmp_path / "ckpt"), tp, pp, world)[0]
     model = load_model(tmp_path / "ckpt", CPU)
     for i, (ids, (total, likeliest)) in enumerate(zip(rows(), found)):
         logprobs = model.logits(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
@@ -78,6 +95,14 @@ def test_scores_in_a_layout(pool: WorkerPool, tmp_path: Path, case: str, tp: int
         assert likeliest == bool((logprobs[-n:].argmax(1) == ends).all())
     for ids, row in zip(rows(), logits):
         np.testing.assert_allclose(row, model.logits(torch.tensor([ids]))[0, -1], atol=5e-5)
+    for ids, text in zip(rows(), texts):
+        whole = [*ids]
+        for _ in range(6):
+            whole.append(int(model.logits(torch.tensor([whole]))[0, -1].argmax()))
+        assert text == Letters().decode(whole[len(ids) :])
+    if case == "llama":
+        assert read[-5:] == [read[-1]] * 5, "each token of a text is read once"
+        assert read[-1] < 6
 
 
 def test_the_likeliest_continuation_is_found_likeliest(pool: WorkerPool, tmp_path: Path) -> None:

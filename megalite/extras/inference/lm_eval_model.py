@@ -17,6 +17,7 @@ from megalite.core.base.errors import require
 from megalite.core.mesh.seeding import derive
 from megalite.extras.inference.generate import choose_token
 from megalite.extras.inference.score import Scorer
+from megalite.extras.tasks.writing import Request
 from megalite.runtime.data.tokenizer import Tokenizer
 
 _MAX_GEN_TOKS = 256
@@ -104,13 +105,15 @@ class HarnessLM(TemplateLM):
         for options, numbers in groups.items():
             until, most, choose = self._options(json.loads(options))
             contexts = [self.tok_encode(requests[n].args[0])[-(self.max_length - most) :] for n in numbers]
-            answer = partial(self._continue, until=until, most=most, choose=choose)
+            answer = partial(self._write, until=until, most=most)
+            if choose is not None:
+                answer = partial(self._continue, until=until, most=most, choose=choose)
             for number, text in zip(numbers, self._in_batches(contexts, len, answer, disable_tqdm)):
                 texts[number] = text
         return texts
 
-    def _options(self, settings: dict[str, Any]) -> tuple[list[str], int, Callable[[torch.Tensor], int]]:
-        """Read a task's generation options: stop texts, maximum number of tokens, and how a token is chosen."""
+    def _options(self, settings: dict[str, Any]) -> tuple[list[str], int, Callable[[torch.Tensor], int] | None]:
+        """Read a task's generation options: stop texts, most new tokens, and how a token is drawn (None: greedy)."""
         until, options = settings.pop("until", None) or [], dict(_GREEDY)
         names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
         limits = [settings.pop(name) for name in names if name in settings]
@@ -122,18 +125,23 @@ class HarnessLM(TemplateLM):
         require(most < self.max_length, f"{most} new tokens", rule, "raise --max-length, or set max_gen_toks lower")
         options |= settings
         greedy = not options["do_sample"] if "do_sample" in settings else options["temperature"] == 0
-        temperature = 0.0 if greedy else float(options["temperature"]) or 1.0
+        temperature = float(options["temperature"]) or 1.0
 
         def choose(logits_V: torch.Tensor) -> int:
             top_k, top_p = int(options["top_k"] or 0), float(options["top_p"])
             return int(choose_token(logits_V, temperature, top_k, top_p, self._generator))
 
-        return [until] if isinstance(until, str) else until, most, choose
+        return [until] if isinstance(until, str) else until, most, None if greedy else choose
+
+    def _write(self, contexts: Sequence[list[int]], until: list[str], most: int) -> list[str]:
+        """Continue a batch greedily."""
+        stops = tuple(filter(None, until))
+        return self.scorer.write([Request(ids or [self._start], most, stops) for ids in contexts], self._text)
 
     def _continue(
         self, contexts: Sequence[list[int]], until: list[str], most: int, choose: Callable[[torch.Tensor], int]
     ) -> list[str]:
-        """Continue a batch; every token is computed from the whole text before it."""
+        """Continue a batch by drawing tokens; each is computed from the whole text before it."""
         new: list[list[int]] = [[] for _ in contexts]
         unfinished = list(range(len(contexts)))
         for _ in range(most):

@@ -1,15 +1,14 @@
-"""Evaluation in any layout, on all ranks: log-probabilities of given tokens, logits of the next one.
+"""Evaluation in any layout, on all ranks: log-probabilities of given tokens, new texts, logits of the next token.
 
 Rank 0 sends requests to the others; data-parallel ranks split the rows. Shapes: B rows, S tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 
 from megalite.core.base.dtypes import DTYPES
@@ -26,12 +25,16 @@ from megalite.core.options.train import TrainConfig
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.pipeline.executor import Executor, forward_program
 from megalite.core.rows import share_of
-from megalite.core.scoring import rows_of_rank, score_rows
+from megalite.core.scoring import Scores, rows_of_rank, score_rows
 from megalite.extras.inference.load import Weights
+from megalite.extras.tasks.writing import CachedTexts, Reader, Request, WholeTexts, has_cache, write_texts
 from megalite.runtime.data.scored import Document, pack_scored, scored_rows
+from megalite.runtime.data.tokenizer import Tokenizer
 from megalite.runtime.options.run import Config
 
-_END, _SCORE, _NEXT = range(3)
+Answer = TypeVar("Answer")
+
+_END, _SCORE, _NEXT, _WRITE = range(4)
 
 
 def scoring_config(
@@ -105,6 +108,7 @@ class Scorer:
         weights.load(self._stage, ctx)
         self._schedule, self._program = schedule, forward_program(schedule.programs[ctx.pp.rank])
         self._index = ctx.pp.rank
+        self._reader: Reader | None = None
 
     def score(self, documents: Sequence[Document]) -> list[tuple[float, bool]]:
         """Score the ends of documents.
@@ -115,9 +119,13 @@ class Scorer:
         Returns:
             For each the sum of the log-probabilities of its last n ids, and whether each was the likeliest.
         """
-        numbers = [x for ids, n in documents for x in (len(ids), n)] + [i for ids, _ in documents for i in ids]
-        scores = self._ask(_SCORE, len(documents), torch.tensor(numbers))
-        return list(zip(scores[0].tolist(), (scores[1] > 0).tolist()))
+        scores = self._ask(_SCORE, len(documents), _numbers_of(documents), lambda _: self._scores(documents))
+        return list(zip(scores.logprobs.tolist(), scores.is_greedy.tolist()))
+
+    def write(self, requests: Sequence[Request], tokenizer: Tokenizer) -> list[str]:
+        """Continue contexts greedily; with a cache of keys and values, if all layers have them. See `write_texts`."""
+        numbers = _numbers_of([(request.ids, request.most) for request in requests])
+        return self._ask(_WRITE, len(requests), numbers, lambda _: self._write(requests, tokenizer))
 
     def next_logits(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Compute the fp32 logits [B, V] of the token that follows each row; at most `max_rows` rows."""
@@ -129,7 +137,8 @@ class Scorer:
         both[1] = -1
         for row, ids in enumerate([*rows, *[rows[0]] * (-len(rows) % step)]):
             both[0, row, : len(ids)], both[1, row, len(ids) - 1] = torch.tensor(ids), 0
-        return self._ask(_NEXT, both.shape[1], both.flatten())[: len(rows)]
+        logits = self._ask(_NEXT, both.shape[1], both.flatten(), lambda told: self._next_logits(told.view_as(both)))
+        return logits[: len(rows)]
 
     def close(self) -> None:
         """End `serve` on the other ranks."""
@@ -143,11 +152,11 @@ class Scorer:
                 return
             self._answer(kind, sizes[0], self._share(torch.empty(sizes[1], dtype=torch.int64, device=self.ctx.device)))
 
-    def _ask(self, kind: int, items: int, numbers: torch.Tensor) -> torch.Tensor:
+    def _ask(self, kind: int, items: int, numbers: torch.Tensor, answer: Callable[[torch.Tensor], Answer]) -> Answer:
         """Let all ranks answer a request about some documents or rows, described by numbers."""
         try:
             self._share(torch.tensor([kind, items, len(numbers)], device=self.ctx.device))
-            return self._answer(kind, items, self._share(numbers.to(self.ctx.device)))
+            return answer(self._share(numbers.to(self.ctx.device)))
         except UserError as e:
             # After a UserError the caller closes, but the other ranks would wait inside this request.
             raise RuntimeError(f"a request failed: {e}") from e
@@ -156,31 +165,47 @@ class Scorer:
         collectives.broadcast(x, self.ctx.world).wait()
         return x
 
-    def _answer(self, kind: int, items: int, numbers: torch.Tensor) -> torch.Tensor:
+    def _answer(self, kind: int, items: int, numbers: torch.Tensor) -> None:
+        """Take part in a request of rank 0."""
         if kind == _NEXT:
-            return self._next_logits(numbers.view(2, items, -1))
+            self._next_logits(numbers.view(2, items, -1))
+            return
         sizes, ids = numbers[: 2 * items].view(items, 2).tolist(), numbers[2 * items :].cpu()
-        return self._scores([(part.tolist(), n) for part, (_, n) in zip(ids.split([m for m, _ in sizes]), sizes)])
+        documents = [(part.tolist(), n) for part, (_, n) in zip(ids.split([m for m, _ in sizes]), sizes)]
+        if kind == _WRITE:
+            self._write([Request(*document) for document in documents], None)
+        else:
+            self._scores(documents)
+
+    def _forward(self, length: int, size: int) -> Forward:
+        executor, stages = self._executor(length, size, self._stage), {self._index: self._stage}
+        return Forward(self.ctx, stages, executor, self._schedule, UnitWeights([], []))
 
     def _executor(self, length: int, size: int, stage: Any) -> Executor:
         """Make what runs micro-batches of `size` rows of `length` tokens."""
         return build_executor({self._index: stage}, self._stage.message(length, size), self.ctx)
 
-    def _scores(self, documents: Sequence[Document]) -> torch.Tensor:
-        """Run this rank's part of scoring: log-probabilities and whether they are greedy, fp64 [2, documents].
-
-        Rows are as long as the longest document, and shorter ones share them.
-        """
+    def _scores(self, documents: Sequence[Document]) -> Scores:
+        """Run this rank's part of scoring. Rows are as long as the longest document, and shorter ones share them."""
         ctx, tp = self.ctx, self.cfg.parallel.tp
         length = -(-max(len(ids) - 1 for ids, _ in documents) // tp) * tp
         packs = pack_scored(documents, length)
         size = min(self.cfg.train.micro_batch_size, -(-len(packs) // (ctx.dp.size * ctx.pp.size)))
-        executor = self._executor(length, size, self._stage)
-        forward = Forward(ctx, {self._index: self._stage}, executor, self._schedule, UnitWeights([], []))
+        forward = self._forward(length, size)
         rows, owners = scored_rows(documents, rows_of_rank(forward, packs, size), length)
         scores = score_rows(forward, rows, owners, len(documents), size)
         assert scores is not None
-        return torch.tensor(np.stack((scores.logprobs, scores.is_greedy.astype(float))))
+        return scores
+
+    def _write(self, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[str]:
+        """Run this rank's part of writing texts, which rank 0 reads."""
+        if self._reader is None:
+            forward = self._forward(self.cfg.model.seq_len, self.cfg.train.micro_batch_size)
+            cached = has_cache(forward, self.cfg)
+            self._reader = CachedTexts(forward, self.cfg, lambda: True) if cached else WholeTexts(self._scores)
+        texts = write_texts(requests, tokenizer, self.ctx, self._reader)
+        assert texts is not None
+        return texts
 
     @torch.no_grad()
     def _next_logits(self, both_2BS: torch.Tensor) -> torch.Tensor:
@@ -201,6 +226,11 @@ class Scorer:
             out[mine] = torch.cat(stage.answers)
         collectives.all_reduce(out, ctx.world).wait()
         return out
+
+
+def _numbers_of(documents: Sequence[Document]) -> torch.Tensor:
+    """Return documents as numbers, int64: the length and the second number of each, then all ids."""
+    return torch.tensor([x for ids, n in documents for x in (len(ids), n)] + [i for ids, _ in documents for i in ids])
 
 
 class _AnswerStage(torch.nn.Module):

@@ -81,7 +81,7 @@ def _preprocess(argv: Sequence[str]) -> None:
         choices=["files", "stream"],
         default="files",
         help="files: documents as they come (default); stream: of one --input, as --data of training takes it, so that "
-        "training reads the samples that it would read from the text",
+        "training reads the samples that it would read from the text, or with --chat from the conversations",
     )
     parser.add_argument(
         "--cache-dir",
@@ -118,15 +118,17 @@ def _preprocess(argv: Sequence[str]) -> None:
 
 
 def _stream(args: argparse.Namespace) -> None:
-    """Write one folder or file of text in the order of text as data."""
+    """Write one folder or file of text or chats in the order that training reads it in."""
     unlike = {
-        "--chat": args.chat,
         "--pairs": args.pairs,
-        "--chat-template": args.chat_template,
+        "--chat-template without --chat": args.chat_template and not args.chat,
         "--share": args.share != "1/1",
     }
     given = f"--order stream with {next((flag for flag, is_set in unlike.items() if is_set), '')}"
-    require(not any(unlike.values()), given, "is of text that one process reads in order", "drop one of the two")
+    rule = "is of text or chats that one process reads in order"
+    require(not any(unlike.values()), given, rule, "drop one of the two")
+    given, rule = "--order stream with --chat --workers 0", "runs the template in a process of its own"
+    require(args.workers or not args.chat, given, rule, "give 1 or more")
     rule = "takes the one folder or file that --data would name"
     require(len(args.input) == 1, f"--order stream with {len(args.input)} --input", rule, "put the files in one folder")
     in_range(args, "workers", 0, 1024)
@@ -134,14 +136,15 @@ def _stream(args: argparse.Namespace) -> None:
     (word,) = args.input
     path, _ = split_of(word)
     if is_url(path):
-        bring_tree(path, args.cache_dir)
+        bring_tree(path, args.cache_dir, deep=True)
         word = str(cached_at(word, args.cache_dir))
     else:
         require(Path(path).exists(), f"--input {word}", "does not exist", "check the path")
     check_output(args.out, [Path(path)], args.overwrite)
     limit = int(args.cache_gb * 1e9)
-    options = TextOptions(None, args.key or "text", args.skip_bad, None, None, args.cache_dir, limit, args.workers)
-    print(f"{args.out}: {preprocess_stream(word, args.tokenizer, args.out, options)}")
+    how = (args.skip_bad, None, None, args.cache_dir, limit, args.workers, args.chat_template)
+    options = TextOptions(None, args.key or "text", *how)
+    print(f"{args.out}: {preprocess_stream(word, args.chat, args.tokenizer, args.out, options)}")
 
 
 def _merge(args: argparse.Namespace) -> None:

@@ -220,15 +220,14 @@ def _chunks(paths: Sequence[Path], key: str, share: tuple[int, int], rows: bool)
 
 def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats, template: ChatTemplate | None) -> dict[str, Any]:
     """Return the contents of `PREFIX.json`, see `read_sidecar`."""
-    chat_entries = {}
-    if template is not None:
-        digest = hashlib.sha256(template.source.encode()).hexdigest()
-        chat_entries = {
-            "learned_tokens": stats.learned,
-            "chat_template_sha256": digest,
-            "chat_template": template.served,
-        }
-    return sidecar_of(tokenizer, stats.documents, stats.tokens, **chat_entries)
+    of_chats = chat_entries(template, stats.learned) if template is not None else {}
+    return sidecar_of(tokenizer, stats.documents, stats.tokens, **of_chats)
+
+
+def chat_entries(template: ChatTemplate, learned: int | None) -> dict[str, Any]:
+    """Return what `PREFIX.json` has of conversations."""
+    digest = hashlib.sha256(template.source.encode()).hexdigest()
+    return {"learned_tokens": learned, "chat_template_sha256": digest, "chat_template": template.served}
 
 
 def sidecar_of(tokenizer: Tokenizer, documents: int, tokens: int, **more: Any) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def build_datasets(
         require(not pairs, f"--stage {pairs} with text as data", rule, "make pairs with megalite preprocess --pairs")
         streams = Streams(
             text or TextOptions(),
-            lambda prefix: _unmarked(prefix, vocab_size, share),
+            lambda prefix: _prefix_of_stream(prefix, vocab_size, share),
             vocab_size=vocab_size,
             seq_len=seq_len,
             seed=seed,
@@ -254,11 +254,11 @@ def _streams(
     return Datasets(train, valid, streams.workers, reopen, grows)
 
 
-def _unmarked(prefix: str, vocab_size: int | None, share: tuple[int, int]) -> IndexedDataset:
-    """Open token files without marked answers, which are packed, and cannot be blended with text."""
-    if mask_path(prefix).exists():
+def _prefix_of_stream(prefix: str, vocab_size: int | None, share: tuple[int, int]) -> IndexedDataset:
+    """Open token files; of marked answers, those that are in the order of a folder of chats."""
+    if mask_path(prefix).exists() and read_stream_pieces(prefix) is None:
         rule = f"has marked answers ({mask_path(prefix)}), which a blend with text cannot pack"
-        raise UserError(f"--data {prefix}", rule, "blend token files alone, or move the mask away")
+        raise UserError(f"--data {prefix}", rule, "blend token files alone, or preprocess with --order stream")
     return _open([prefix], vocab_size, share)[0][1]
 
 

@@ -16,7 +16,7 @@ from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.core.rows import IGNORE, Rows, Tokens
 from megalite.runtime.data.binary import TokenFile
-from megalite.runtime.data.samples import read_ids
+from megalite.runtime.data.samples import Versioned, read_ids
 from megalite.runtime.data.shuffle import VERSION_OF_DATA, epoch_order
 from megalite.runtime.data.tokens import IndexedDataset
 
@@ -106,10 +106,14 @@ class LossMask:
 
     def of(self, document: int) -> npt.NDArray[np.bool_]:
         """Return which tokens of a document are learned, [sizes[document]]."""
-        start, stop = self.indexed.starts[document : document + 2].tolist()
         if self.on == "all":
-            return np.ones(stop - start, np.bool_)
-        return learned_of(np.frombuffer(self.file.read(start, stop - start), np.uint8), self.on)
+            return np.ones(int(self.indexed.sizes[document]), np.bool_)
+        return learned_of(self.marks(document), self.on)
+
+    def marks(self, document: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a document, [sizes[document]]."""
+        start, stop = self.indexed.starts[document : document + 2].tolist()
+        return np.frombuffer(self.file.read(start, stop - start), np.uint8)
 
 
 def learned_of(marks: npt.NDArray[np.uint8], on: LossOn) -> npt.NDArray[np.bool_]:
@@ -136,7 +140,7 @@ def mask_path(prefix: str) -> Path:
     return Path(f"{prefix}.mask.bin")
 
 
-class PackedDataset:
+class PackedDataset(Versioned):
     """Pack whole documents into samples; attention and targets stay within each.
 
     A document of n tokens takes n - 1 places, as its last token has nothing to predict. Each epoch shuffles the
@@ -194,7 +198,7 @@ class PackedDataset:
         self.source = source
         self.name = f"{split} split of {indexed.prefix}"
         self.places, self._usable, left_out = self._choose()
-        self._version, self.version = 0, VERSION_OF_DATA
+        self.version = VERSION_OF_DATA
         total = int(self.places[self._usable].sum())
         logger.info(
             f"{self.name}: {len(self._usable)} {self._items} packed into {self.num_samples} samples of {seq_len}, "
@@ -224,19 +228,11 @@ class PackedDataset:
     def __len__(self) -> int:
         return self.num_samples
 
-    @property
-    def version(self) -> int:
-        """Version of the order, see `VERSION_OF_DATA`."""
-        return self._version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        if version != self._version:
-            self._version = version
-            self._ends = [0]
-            self._epoch = -1
-            self._load(0)
-            self.num_samples = len(self._packs)
+    def _make_order(self) -> None:
+        self._ends = [0]
+        self._epoch = -1
+        self._load(0)
+        self.num_samples = len(self._packs)
 
     def sample(self, position: int) -> Rows:
         """Return the sample at a position of the training order (any position >= 0, over all epochs).

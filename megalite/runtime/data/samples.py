@@ -40,6 +40,26 @@ class Dataset(Protocol):
         """Return what can be compared between ranks without reading the data."""
 
 
+class Versioned:
+    """A data set that makes its order anew for each version of the data that it is given."""
+
+    _version = 0
+
+    @property
+    def version(self) -> int:
+        """Version of the order, see `VERSION_OF_DATA`."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        if version != self._version:
+            self._version = version
+            self._make_order()
+
+    def _make_order(self) -> None:
+        raise NotImplementedError
+
+
 def read_ids(indexed: IndexedDataset, start: int, stop: int, vocab_size: int | None) -> Tokens:
     """Read ids [start, stop) of the concatenated documents, int64.
 

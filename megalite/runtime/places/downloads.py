@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from megalite.runtime.base.urls import cached_at, is_url
+from megalite.runtime.base.urls import cached_at, is_url, join
 from megalite.runtime.places.disk import sync_file
 from megalite.runtime.places.store import Store
 
 
-def bring_tree(url: str, cache_dir: str) -> Path:
-    """Download a file, or a folder without those in it, to where `cached_at` says; other paths stay as they are.
+def bring_tree(url: str, cache_dir: str, deep: bool = False) -> Path:
+    """Download a file or a folder to where `cached_at` says; other paths stay as they are.
 
     What was downloaded of a folder before and is gone from the store is deleted here too.
+
+    Args:
+        url: a file or a folder.
+        cache_dir: where all copies are.
+        deep: bring the folders in it too, and leave out what is hidden.
 
     Raises:
         StoreError: there is no such thing, or it cannot be read.
@@ -25,11 +30,13 @@ def bring_tree(url: str, cache_dir: str) -> Path:
         return Path(url)
     target = cached_at(url, cache_dir)
     parent, _, name = url.rstrip("/").rpartition("/")
-    files = {n: size for n, size in Store(url).names().items() if not n.endswith("/")}
-    folder, store = (target, Store(url)) if files and set(files) != {name} else (target.parent, Store(parent))
+    names = [n for n in Store(url).names() if not (deep and n.startswith("."))]
+    files = {n for n in names if not n.endswith("/")}
+    is_folder = bool(names if deep else files) and files != {name}
+    folder, store = (target, Store(url)) if is_folder else (target.parent, Store(parent))
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / f".lock_{name}"):
-        for n in files or {name: 0}:
+        for n in files if is_folder else (name,):
             size, stamp = store.stamp(n)
             mark = folder / f".stamp_{n}"
             here = (folder / n).stat().st_size if (folder / n).exists() else -1
@@ -39,11 +46,25 @@ def bring_tree(url: str, cache_dir: str) -> Path:
             sync_file(folder / f".part_{n}")
             os.replace(folder / f".part_{n}", folder / n)
             mark.write_text(stamp)
-        for mark in folder.glob(".stamp_*") if folder == target else ():
-            if (n := mark.name.removeprefix(".stamp_")) not in files:
-                (folder / n).unlink(missing_ok=True)
-                mark.unlink(missing_ok=True)
+        if is_folder:
+            _delete_others(folder, files)
+    if deep and is_folder:
+        folders = {n.rstrip("/") for n in names if n.endswith("/")}
+        for n in sorted(folders):
+            bring_tree(join(url, n) + "/", cache_dir, deep)
+        for path in folder.iterdir():
+            if path.is_dir() and path.name not in folders:
+                for gone in (path, *(below for below in path.rglob("*") if below.is_dir())):
+                    _delete_others(gone, ())
     return target
+
+
+def _delete_others(folder: Path, files: Collection[str]) -> None:
+    """Delete what was downloaded into a folder, but for some files; other things may lie beside it."""
+    for mark in folder.glob(".stamp_*"):
+        if (n := mark.name.removeprefix(".stamp_")) not in files:
+            (folder / n).unlink(missing_ok=True)
+            mark.unlink(missing_ok=True)
 
 
 def account(lock: Path, total: Path, added: int, limit: int, kept: Iterable[Path]) -> None:

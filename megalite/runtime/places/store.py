@@ -209,6 +209,8 @@ class Store:
                 entries = call(self.fs, "ls", 0, self._path(folder), detail=True, refresh=True)
             except FileNotFoundError:
                 return {}
+            # An object of the folder's own name and a slash stands for the folder: consoles of stores make it.
+            entries = [e for e in entries if e["type"] == "directory" or not e["name"].endswith("/")]
             kinds = {e["name"].rstrip("/").rpartition("/")[2]: e for e in entries}
             kinds = {n: e for n, e in kinds.items() if not n.startswith(_PART)}
             folders = {n for n, e in kinds.items() if e["type"] == "directory"}

@@ -22,7 +22,7 @@ from megalite.runtime.start.inputs import digest_of
 
 
 class Growth:
-    """What rank 0 found, and what was recorded; the same on every rank.
+    """What every rank has found, and what rank 0 has recorded; the same on every rank.
 
     Args:
         datasets: the data with all files that this rank has found.
@@ -34,7 +34,10 @@ class Growth:
         self._ctx, self._all = ctx, datasets
         found = datasets.files_meta()
         says = [found.get("files", []), recorded.get("files", []), recorded.get("passes", [])]
-        self._found, self._files, self._passes = json.loads(gather_texts(json.dumps(says), ctx.world, ctx.device)[0])
+        of_ranks = [json.loads(text) for text in gather_texts(json.dumps(says), ctx.world, ctx.device)]
+        _, self._files, self._passes = of_ranks[0]
+        # A file may have arrived after one rank had listed them, and before another one did.
+        self._found = [min(names) for names in zip(*(found for found, *_ in of_ranks))]
         if [bool(names) for names in self._files] != [bool(names) for names in self._found]:
             # Of a new run, of one before there was this record, or of other data, which the hash will tell.
             self._files, self._passes = self._found, []

@@ -122,7 +122,7 @@ def bring_data(cfg: Config) -> None:
     d, cache = cfg.data, cfg.run.cache_dir
     for word in (*d.data, *d.valid_data):
         if is_text_path(word):
-            bring_tree(split_of(word)[0], cache)
+            bring_tree(split_of(word)[0], cache, deep=True)
         else:
             bring_prefix(word, cache, int(cfg.run.cache_gb * 1e9), cfg.run.read_patience)
     if d.tokenizer is not None:

@@ -14,7 +14,7 @@ from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
 from megalite.core.rows import IGNORE, Rows, Tokens
 from megalite.runtime.data.packing import LossOn, fill, learned_of
-from megalite.runtime.data.samples import mark_documents
+from megalite.runtime.data.samples import Versioned, mark_documents
 from megalite.runtime.data.shuffle import VERSION_OF_DATA
 from megalite.runtime.data.stream.order import Lane, Part, Shape, Span, StreamOrder
 from megalite.runtime.data.stream.packs import PackedLane
@@ -72,7 +72,7 @@ class ChatOptions:
     drop_long: bool = False
 
 
-class StreamDataset:
+class StreamDataset(Versioned):
     """Take samples from the lanes of sources: text end to end, and whole conversations, packed.
 
     Args:
@@ -106,32 +106,24 @@ class StreamDataset:
         self.split, self.vocab_size = split or Split(), vocab_size
         self.seq_len, self.passes = shape.seq_len, [list(row) for row in passes]
         self.document_mask, self.chats = document_mask, chats or ChatOptions()
-        self.has_documents = document_mask or any(source.template is not None for source in sources)
+        self.has_documents = document_mask or any(source.marked for source in sources)
         additions = [[i, n] for i, source in enumerate(sources) for n in range(1, len(source.added) + 1)]
         if sorted(row[:2] for row in self.passes) != additions or any(len(p) != 2 + shape.lanes for p in self.passes):
             rule = "grew in another way than the checkpoint records"
             raise UserError(f"--data {sources[0].name}", rule, "train on it with --reset-data")
-        self._version, self.version = 0, VERSION_OF_DATA
+        self.version = VERSION_OF_DATA
 
-    @property
-    def version(self) -> int:
-        """Version of the order, see `VERSION_OF_DATA`."""
-        return self._version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        if version != self._version:
-            self._version = version
-            numbers = range(len(self.sources))
-            lanes = [[self._lane(number, lane) for lane in range(self.shape.lanes)] for number in numbers]
-            self.order = StreamOrder(self.shape, lanes, self.weights)
-            self._begun: set[tuple[int, int]] = set()
+    def _make_order(self) -> None:
+        numbers = range(len(self.sources))
+        lanes = [[self._lane(number, lane) for lane in range(self.shape.lanes)] for number in numbers]
+        self.order = StreamOrder(self.shape, lanes, self.weights)
+        self._begun: set[tuple[int, int]] = set()
 
     def _lane(self, number: int, lane: int) -> Lane:
         source = self.sources[number]
-        sizes, is_split = partial(self._sizes, source), self.split != Split()
         kind = PackedLane if self._packs(source) else Lane
-        made = kind(self.shape, number, lane, source.num_pieces, sizes, source.ahead, source.name, is_split)
+        sizes, needs = partial(self._sizes, source), self._needs(source)
+        made = kind(self.shape, number, lane, source.num_pieces, sizes, source.ahead, source.name, *needs)
         for _, addition, *begins in sorted(row for row in self.passes if row[0] == number):
             made.add(source.added[addition - 1], begins[lane])
         return made
@@ -144,9 +136,21 @@ class StreamDataset:
                 rows[source].append(self.order.lanes[source][lane].next_pass(nth))
         return list(rows.values())
 
+    def _needs(self, source: Source) -> tuple[str, str]:
+        """Return what each lane must hold, and what helps if it does not; "": see `Lane`."""
+        needs = "a conversation of 2 or more tokens" if self._packs(source) else "a token"
+        drops, remedy = self.chats.drop_long and source.marked, ""
+        if drops:
+            needs = f"a conversation of 2 to {self.seq_len + 1} tokens, and longer ones are dropped"
+            remedy = "give --long-documents cut, or a longer --seq-len"
+        if self.split != Split():
+            needs += " in this part of --split"
+            remedy = remedy or "give --valid-data, or a larger part of --split"
+        return needs, remedy
+
     def _packs(self, source: Source) -> bool:
         """Whether samples of a source are whole conversations."""
-        return source.template is not None and self._version > 3
+        return source.marked and self._version > 3
 
     def sample(self, position: int) -> Tokens | Rows:
         """Return the sample at a position, tokenized by now or waited for.
@@ -161,7 +165,7 @@ class StreamDataset:
         source, spans = self.sources[number], self.order.lanes[number][lane].sample(nth)
         if self._packs(source):
             return fill((self._conversation(source, span) for span in spans), self.seq_len, self.chats.per_sample)
-        tokens, of_chats = self._read(source, spans), source.template is not None
+        tokens, of_chats = self._read(source, spans), source.marked
         if not self.document_mask and not of_chats:
             return tokens
         begins, at = [], 0
@@ -205,7 +209,7 @@ class StreamDataset:
     def _hash(self, hashes: Sequence[str]) -> str:
         s = self.shape
         numbers = (s.lanes, s.window, s.seq_len, self.split.begin, self.split.stop)
-        drops = self.chats.drop_long and any(source.template is not None for source in self.sources)
+        drops = self.chats.drop_long and any(source.marked for source in self.sources)
         lines = [
             f"stream {numbers!r}{' without long conversations' if drops else ''}",
             *(
@@ -227,7 +231,7 @@ class StreamDataset:
         """Return the documents of a part that are of the split."""
         known = source.sizes(piece, part)
         sizes = known.sizes
-        if self.chats.drop_long and source.template is not None:
+        if self.chats.drop_long and source.marked:
             sizes = np.where(sizes > self.seq_len + 1, 0, sizes)
         if self._packs(source):
             sizes = np.where(sizes < 2, 0, sizes)  # one token predicts nothing

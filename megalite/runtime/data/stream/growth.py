@@ -27,7 +27,7 @@ class GrownSource(Source):
         self._parts = [whole.between(a, b) for a, b in zip([None, *last_files[:-1]], last_files)]
         first, *others = self._parts
         self.name, self.num_pieces = first.name, first.num_pieces
-        self.tokens, self.template = first.tokens, first.template
+        self.tokens, self.template, self.marked = first.tokens, first.template, first.marked
         self.added, self.last_files = [part.num_pieces for part in others], last_files
         self._firsts = np.cumsum([0, *(part.num_pieces for part in self._parts)])
 

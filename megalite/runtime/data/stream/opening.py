@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megalite.core.base.errors import UserError, require
 from megalite.core.base.log import logger
-from megalite.runtime.data.packing import LossOn
+from megalite.runtime.data.packing import LossMask, LossOn
 from megalite.runtime.data.samples import split_documents
 from megalite.runtime.data.sidecar import read_stream_pieces
 from megalite.runtime.data.stream.catalogue import Catalogue, is_text_path
@@ -161,7 +161,7 @@ class Streams:
 
     def _require_answers(self, sources: Sequence[Source]) -> None:
         """Refuse options of chats where there is text alone, or text beside them."""
-        text = next((source.name for source in sources if source.template is None), None)
+        text = next((source.name for source in sources if not source.marked), None)
         on, per = self._loss_on not in (None, "all"), self._loss_per == "sample"
         given = f"--loss-on {self._loss_on}" if on else f"--loss-per {self._loss_per}"
         rule, remedy = "text has no answers", "drop it, or give --data a folder of conversations"
@@ -187,7 +187,10 @@ class Streams:
         return open_text(Catalogue(word, o.key), o, o.tokenizer, self.workers)
 
     def _prefix(self, prefix: str) -> Source:
-        return PrefixSource(self._open_prefix(prefix), self._vocab_size, read_stream_pieces(prefix))
+        indexed, pieces = self._open_prefix(prefix), read_stream_pieces(prefix)
+        # A mask that was written and is gone is an error.
+        mask = LossMask(indexed, "answers") if pieces is not None and "mask.bin" in indexed.sums else None
+        return PrefixSource(indexed, self._vocab_size, pieces, mask)
 
 
 def open_text(catalogue: Catalogue, options: TextOptions, tokenizer: Tokenizer, workers: Workers) -> TextSource:

@@ -83,13 +83,21 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class _Window:
-    """The documents of a window: where in it each begins, and from which of its tokens on; all [documents]."""
+    """The documents of a window. There may be millions of short ones, so that a number of each is as small as can be.
 
-    begins: Ints
-    pieces: Ints
-    parts: Ints
-    rows: Ints
-    tokens: Ints
+    Attributes:
+        begins: where in the window each document begins, [documents].
+        rows: number of each in its part, [documents].
+        firsts: the first document of each part, [parts].
+        places: piece and part of each part, [parts].
+        token: from which of its tokens on the first document is used.
+    """
+
+    begins: npt.NDArray[np.unsignedinteger[Any]]
+    rows: npt.NDArray[np.int32]
+    firsts: Ints
+    places: list[tuple[int, int]]
+    token: int
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,8 @@ class Lane:
         sizes: the documents of a piece.
         ahead: called with each piece that is read soon.
         name: the source, for errors.
-        split: whether a part of its documents is used.
+        needs: what an epoch must hold to be used, for errors.
+        remedy: what to do if it does not; by default to give fewer lanes.
 
     Raises:
         UserError: a whole epoch has no token.
@@ -143,9 +152,11 @@ class Lane:
         sizes: Sizes,
         ahead: Ahead = _nothing,
         name: str = "",
-        split: bool = False,
+        needs: str = "a token",
+        remedy: str = "",
     ) -> None:
-        self.shape, self.source, self.lane, self.name, self._split = shape, source, lane, name, split
+        self.shape, self.source, self.lane, self.name = shape, source, lane, name
+        self._needs, self._remedy = needs, remedy
         self._sizes, self._ahead = sizes, ahead
         # Of each generation of pieces, their number, and the pass that reads it alone.
         self._pieces, self._passes = [num_pieces], [0]
@@ -227,13 +238,14 @@ class Lane:
         window = self._walk_to(number)
         at = self.shape.permute(within, self.shape.window, _WINDOW, self.source, self.lane, number) * self.shape.seq_len
         end = at + self.shape.seq_len + 1
-        spans = []
-        first = int(np.searchsorted(window.begins, at, "right")) - 1
-        for i in range(first, int(np.searchsorted(window.begins, end, "left"))):
-            begin, stop = int(window.begins[i]), int(window.begins[i + 1]) if i + 1 < len(window.begins) else end
-            skipped = max(at - begin, 0)
-            piece, part, row = (int(x[i]) for x in (window.pieces, window.parts, window.rows))
-            spans.append(Span(piece, part, row, int(window.tokens[i]) + skipped, min(stop, end) - begin - skipped))
+        spans, begins = [], window.begins
+        number_of = begins.dtype.type  # of another type, all of them would be copied
+        first = int(np.searchsorted(begins, number_of(at), "right")) - 1
+        for i in range(first, int(np.searchsorted(begins, number_of(end), "left"))):
+            begin, stop = int(begins[i]), int(begins[i + 1]) if i + 1 < len(begins) else end
+            skipped, used_from = max(at - begin, 0), 0 if i else window.token
+            piece, part = window.places[int(np.searchsorted(window.firsts, i, "right")) - 1]
+            spans.append(Span(piece, part, int(window.rows[i]), used_from + skipped, min(stop, end) - begin - skipped))
         return spans
 
     def announce(self, nth: int) -> None:
@@ -300,36 +312,37 @@ class Lane:
     def _read(self, number: int) -> _Window:
         """Find the documents of a window, and where the next one starts."""
         need = self.shape.window * self.shape.seq_len  # and one token more, the last target
-        columns: list[tuple[Ints, ...]] = []
-        at = 0
+        type_of_begins = np.min_scalar_type(need + 1)
+        begins, rows_of, places, counts_of = list[Any](), list[Any](), list[tuple[int, int]](), [0]
+        at, first_token = 0, 0
         self._announce_window(number)
         for (epoch, ordinal, part, row, token), piece, sizes in self._parts(self._starts[number]):
             rows = row + np.flatnonzero(sizes[row:])
-            counts, tokens = sizes[rows], np.zeros(len(rows), np.int64)
-            if len(rows) and rows[0] == row:
-                counts, tokens[0] = counts.copy(), token
-                counts[0] -= token
+            counts = sizes[rows]
+            skipped = token if len(rows) and rows[0] == row else 0
+            first_token, counts[:1] = first_token or skipped, counts[:1] - skipped
             ends = at + np.cumsum(counts)
-            begins = ends - counts
+            starts = ends - counts
             # The next window begins with the last target of this one.
-            used = int(np.searchsorted(begins, need, "right"))
-            if used and ends[used - 1] > need >= begins[used - 1]:
-                within = int(tokens[used - 1] + need - begins[used - 1])
+            used = int(np.searchsorted(starts, need, "right"))
+            if used and ends[used - 1] > need >= starts[used - 1]:
+                within = int(need - starts[used - 1]) + (skipped if used == 1 else 0)
                 self._starts[number + 1] = Start(epoch, ordinal, part, int(rows[used - 1]), within)
-            place = (np.full(used, piece), np.full(used, part))
-            columns.append((begins[:used], *place, rows[:used], tokens[:used]))
+            begins.append(starts[:used].astype(type_of_begins))
+            rows_of.append(rows[:used].astype(np.int32))
+            places.append((piece, part))
+            counts_of.append(used)
             at = int(ends[-1]) if len(ends) else at
             if at > need:
                 break
-        return _Window(*(np.concatenate(column) for column in zip(*columns)))
+        firsts = np.cumsum(counts_of[:-1])
+        return _Window(np.concatenate(begins), np.concatenate(rows_of), firsts, places, first_token)
 
     def _refuse_empty(self, epoch: int) -> None:
         own, given = self.num_own(epoch), f"lane {self.lane} of {self.shape.lanes} of {self.name}"
-        if self._split:
-            rule = f"none of its {own} pieces has a token in this part of --split"
-            raise UserError(given, rule, "give --valid-data, or a larger part of --split")
-        remedy = f"give fewer --data-lanes than {self.shape.lanes}, or check --key" if self.shape.lanes > 1 else ""
-        raise UserError(given, f"none of its {own} pieces holds a token", remedy or "check the files and --key")
+        lanes = self.shape.lanes
+        remedy = f"give fewer --data-lanes than {lanes}, or check --key" if lanes > 1 else "check the files and --key"
+        raise UserError(given, f"none of its {own} pieces holds {self._needs}", self._remedy or remedy)
 
 
 class StreamOrder:

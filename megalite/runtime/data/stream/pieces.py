@@ -103,8 +103,7 @@ class Tokens:
     """The tokens of a part of a piece, read from its file with checks.
 
     Attributes:
-        sizes: tokens of each document, int64.
-        starts: position of each document's first token, then the total, int64.
+        starts: position of each document's first token, then the total; unsigned, of as few bytes as it takes.
         last: whether the piece ends here.
         skipped: bad records that were left out.
         notes: what of how many conversations is not as given.
@@ -126,11 +125,18 @@ class Tokens:
             lengths = self._file.read(size - 4 * header["documents"], 4 * header["documents"])
         except UserError as e:
             raise ValueError(str(e)) from None
-        self.sizes = np.frombuffer(lengths, "<i4").astype(np.int64)
-        self.starts = np.append(0, np.cumsum(self.sizes))
+        ends = np.append(0, np.cumsum(np.frombuffer(lengths, "<i4"), dtype=np.int64))
+        # A rank keeps thousands of these, and a piece of short documents has tens of thousands of them.
+        self.starts = ends.astype(np.min_scalar_type(ends[-1]))
         self._ids_bytes = int(self.starts[-1]) * self._dtype.itemsize
         if self._ids_bytes + marked * int(self.starts[-1]) + len(lengths) != size:
             raise ValueError("its lengths do not sum to its size")
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Tokens of each document."""
+        starts = self.starts.astype(np.int64)
+        return starts[1:] - starts[:-1]
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return ids [start, stop) of the documents end to end; raises as the constructor."""
@@ -139,8 +145,8 @@ class Tokens:
 
     def marks(self, document: int) -> npt.NDArray[np.uint8]:
         """Return the bytes of a conversation's ids, see `chats.chat.ANSWER`; raises as the constructor."""
-        start = self._ids_bytes + int(self.starts[document])
-        return np.frombuffer(self._bytes(start, int(self.sizes[document])), np.uint8)
+        start, stop = self.starts[document : document + 2].tolist()
+        return np.frombuffer(self._bytes(self._ids_bytes + start, stop - start), np.uint8)
 
     def _bytes(self, begin: int, size: int) -> bytes:
         try:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megalite.core.base.errors import UserError
 from megalite.core.base.log import logger
+from megalite.runtime.data.packing import LossMask
 from megalite.runtime.data.samples import read_ids
 from megalite.runtime.data.sidecar import StreamPieces
 from megalite.runtime.data.stream.catalogue import Catalogue
@@ -43,7 +44,8 @@ class Source(ABC):
         name: the word of `--data`.
         num_pieces: number of pieces.
         tokens: about how many tokens there are, or more: bytes of text.
-        template: what wrote its conversations, of which a part is learned; None of text.
+        marked: whether its documents are conversations, of which a part is learned.
+        template: what writes its conversations; None of text and of token files.
         added: numbers of pieces that were added since, see `Lane.add`.
         last_files: names of the last file of the first pieces, and of each addition; of token files none.
     """
@@ -53,6 +55,7 @@ class Source(ABC):
     tokens: int
     added: Sequence[int] = ()
     last_files: Sequence[str] = ()
+    marked: bool = False
     template: ChatTemplate | None = None
 
     @abstractmethod
@@ -97,6 +100,7 @@ class TextSource(Source):
         self.catalogue, self.recipe, self._workers = catalogue, recipe, workers
         self.name, self.num_pieces, self.tokens = catalogue.name, catalogue.num_pieces, catalogue.text_bytes
         self.template, self.last_files = recipe.template, [catalogue.files[-1].name]
+        self.marked = self.template is not None
         self._open: OrderedDict[tuple[int, int], Tokens] = OrderedDict()
         self._lock = Lock()
         self._skipped: set[tuple[int, int]] = set()
@@ -230,14 +234,21 @@ class PrefixSource(Source):
         indexed: the files.
         vocab_size: ids must be below it.
         pieces: those of the text.
+        mask: of conversations, their marks.
 
     Raises:
         UserError: there is no token, or the pieces are of other files.
     """
 
-    def __init__(self, indexed: IndexedDataset, vocab_size: int | None, pieces: StreamPieces | None = None) -> None:
-        self._indexed, self._vocab_size = indexed, vocab_size
-        self.name = indexed.prefix
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        vocab_size: int | None,
+        pieces: StreamPieces | None = None,
+        mask: LossMask | None = None,
+    ) -> None:
+        self._indexed, self._vocab_size, self._mask = indexed, vocab_size, mask
+        self.name, self.marked = indexed.prefix, mask is not None
         # Other pieces are another order, and other names of files another split.
         self._of_pieces = "" if pieces is None else hashlib.sha256(repr(pieces).encode()).hexdigest()
         if not indexed.num_tokens:
@@ -267,8 +278,15 @@ class PrefixSource(Source):
         return Part(sizes, at + 1 == int(self._first_parts[piece + 1]))
 
     def read(self, piece: int, part: int, row: int, token: int, count: int) -> Ints:
-        start = int(self._indexed.starts[self._bounds[self._first_parts[piece] + part] + row]) + token
+        start = int(self._indexed.starts[self._document(piece, part, row)]) + token
         return read_ids(self._indexed, start, start + count, self._vocab_size)
+
+    def marks(self, piece: int, part: int, row: int) -> npt.NDArray[np.uint8]:
+        assert self._mask is not None
+        return self._mask.marks(self._document(piece, part, row))
+
+    def _document(self, piece: int, part: int, row: int) -> int:
+        return int(self._bounds[self._first_parts[piece] + part]) + row
 
     def key(self, piece: int, part: int) -> str:
         return self._keys[int(self._first_parts[piece]) + part]
@@ -280,7 +298,10 @@ class PrefixSource(Source):
         return self._indexed.identity() + self._of_pieces
 
     def content_hash(self) -> str:
-        return hashlib.sha256(f"{self._indexed.content_hash()} {self._of_pieces}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self._indexed.content_hash()} {self._of_pieces}".encode())
+        if self._mask is not None:
+            self._mask.file.hash_into(digest)
+        return digest.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -284,6 +284,15 @@ def test_first_records_say_what_a_folder_holds(tmp_path: Path) -> None:
         Catalogue(str(tmp_path / "3"), "text")
 
 
+def test_a_lane_whose_conversations_are_all_dropped_says_so(small: None, tmp_path: Path) -> None:
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_bytes(lines([r for r in conversations(1, 90) if "text" not in r]))
+    with opened([tmp_path / "chats"], tmp_path / "cache", long_documents="drop", **CHATML) as data:
+        rule = rf"holds a conversation of 2 to {SEQ + 1} tokens, and longer ones are dropped; give --long-documents cut"
+        with pytest.raises(UserError, match=rule):
+            data.sample(0)
+
+
 def test_what_cannot_be_done_with_chats_is_refused_in_a_line(small: None, tmp_path: Path) -> None:
     write_chats(tmp_path / "chats")
     (tmp_path / "text").mkdir()
@@ -299,6 +308,13 @@ def test_what_cannot_be_done_with_chats_is_refused_in_a_line(small: None, tmp_pa
     with opened([tmp_path / "chats"], tmp_path / "c", workers=1, chat_template=str(tmp_path / "wrong.jinja")) as data:
         with pytest.raises(UserError, match="wrong.jinja: does not compile"):
             data.sample(0)
-    command = ["--input", str(tmp_path / "chats"), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
-    with pytest.raises(UserError, match="--order stream with --input .*holds chats"):
-        preprocess([*command, "--order", "stream", "--cache-dir", str(tmp_path / "cache")])
+    for folder, words, refused in (
+        ("chats", [], "--order stream with --input .*holds chats.*; add --chat"),
+        ("text", ["--chat", "--chat-template", "chatml"], "--order stream with --input .*holds text.*; drop --chat"),
+        ("text", ["--chat-template", "chatml"], "--order stream with --chat-template without --chat: "),
+        ("chats", ["--chat", "--chat-template", "chatml", "--workers", "0"], "--order stream with --chat --workers 0"),
+    ):
+        command = ["--input", str(tmp_path / folder), "--tokenizer", "bytes", "--out", str(tmp_path / "out"), *words]
+        with pytest.raises(UserError, match=refused):
+            preprocess([*command, "--order", "stream", "--cache-dir", str(tmp_path / "cache")])
+    assert not [*tmp_path.glob("out*")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 from megalite.core.base.errors import UserError
 from megalite.extras.prepare.command import preprocess
 from megalite.extras.prepare.merge import merge
-from megalite.runtime.data import Datasets, Rows
+from megalite.runtime.data import Datasets, Rows, chat_template_of
 from megalite.runtime.options import cli
 from megalite.runtime.places.store import Store
 from megalite.runtime.start.inputs import open_data, resolve_vocabulary
 from tests.stores import S3
+from tests.unit.data.stream.chats import conversations, lines
 from tests.unit.data.stream.texts import write_folder
 
 MODEL = ["--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--seq-len", "16", "--seed", "5"]
@@ -28,8 +30,7 @@ def open_words(*words: str) -> Datasets:
 def first(dataset: Any, count: int) -> list[Any]:
     samples = (dataset.sample(position) for position in range(count))
     return [
-        [None if x is None else x.tolist() for x in (s.inputs, s.targets, s.starts)] if isinstance(s, Rows) else [*s]
-        for s in samples
+        [None if x is None else x.tolist() for x in vars(s).values()] if isinstance(s, Rows) else [*s] for s in samples
     ]
 
 
@@ -51,6 +52,57 @@ def test_samples_are_those_of_the_text(small: None, tmp_path: Path, options: lis
     assert files.train.shape == text.train.shape  # type: ignore[attr-defined]
     for datasets in (text, files):
         datasets.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--loss-on", "last", "--loss-per", "sample", "--long-documents", "drop"]],
+    ids=["default", "chosen"],
+)
+def test_samples_are_those_of_the_chats(small: None, tmp_path: Path, options: list[str]) -> None:
+    """Packed alike, of each part of --split too; a mask that is gone or was changed is refused."""
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_bytes(lines(conversations(1, 300)))
+    (tmp_path / "chats" / "b.jsonl.gz").write_bytes(gzip.compress(lines(conversations(2, 40))))
+    cache = ["--cache-dir", str(tmp_path / "cache")]
+    prefix = made_of(tmp_path, "chats", "--chat", "--chat-template", "chatml", "--workers", "1")
+    common = [*options, *cache, "--split", "80,20", "--eval-every", "1", "--seq-len", "160"]
+    of_chats = ["--tokenizer", "bytes", "--chat-template", "chatml", "--data-workers", "1"]
+    chats = open_words("--data", str(tmp_path / "chats"), *of_chats, *common)
+    files = open_words("--data", prefix, *common)
+    assert first(files.train, 300) == first(chats.train, 300)
+    assert first(files.valid, 60) == first(chats.valid, 60)
+    assert files.workers is None
+    assert files.train.has_documents
+    (template,) = chats.chat_templates().values()
+    assert chat_template_of([prefix]) == template, "what an export gets"
+    before = files.train.content_hash()
+    for datasets in (chats, files):
+        datasets.close()
+    mask = Path(f"{prefix}.mask.bin")
+    marks = mask.read_bytes()
+    mask.write_bytes(b"\1" * len(marks))
+    with pytest.raises(UserError, match="mask.bin"):
+        first(open_words("--data", prefix, *common).train, 300)
+    mask.unlink()
+    with pytest.raises(UserError, match="says which tokens are learned, and cannot be read"):
+        open_words("--data", prefix, *common)
+    mask.write_bytes(marks)
+    assert open_words("--data", prefix, *common).train.content_hash() == before
+
+
+def test_chats_in_token_files_are_blended_with_text(small: None, tmp_path: Path) -> None:
+    write_folder(tmp_path / "text")
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_bytes(lines(conversations(1, 300)))
+    made = made_of(tmp_path, "chats", "--chat", "--chat-template", "chatml", "--workers", "1")
+    found = []
+    for word, template in ((str(tmp_path / "chats"), ["--chat-template", "chatml"]), (made, [])):
+        blend = ["--data", "0.3", word, "0.7", str(tmp_path / "text"), "--tokenizer", "bytes", "--data-workers", "1"]
+        datasets = open_words(*blend, *template, "--cache-dir", str(tmp_path / "cache"))
+        found.append(first(datasets.train, 300))
+        datasets.close()
+    assert found[0] == found[1]
 
 
 def test_a_blend_with_text_and_other_files_is_one_stream(small: None, tmp_path: Path) -> None:
@@ -136,7 +188,6 @@ def test_pieces_that_are_not_of_these_files_are_refused(small: None, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--order", "stream", "--chat"], "--order stream with --chat: "),
         (["--order", "stream", "--pairs"], "--order stream with --pairs: "),
         (["--order", "stream", "--share", "1/2"], "--order stream with --share: "),
         (["--order", "stream", "--input", "a", "b"], "--order stream with 2 --input: takes the one folder or file"),

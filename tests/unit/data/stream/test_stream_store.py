@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megalite.core.rows import Rows
 from megalite.runtime.options import cli
+from megalite.runtime.places.downloads import bring_tree
 from megalite.runtime.places.store import Store
 from megalite.runtime.start.inputs import open_data, resolve_vocabulary
 from tests.stores import S3
@@ -23,11 +24,13 @@ MODEL = [
 
 def test_a_folder_of_a_store_is_the_data_of_the_same_folder_on_a_disk(s3: S3, tmp_path: Path) -> None:
     rng, url = random.Random(1), s3.url("texts")
-    (tmp_path / "text").mkdir()
-    for name in ("a.jsonl", "b.jsonl", "test.jsonl"):
+    names = ("a.jsonl", "b/c.jsonl", "b/d/e.jsonl", "b/d.jsonl", "test/f.jsonl", ".hidden/g.jsonl", "b/.h.jsonl")
+    for name in names:
         content = json_lines([document(rng) for _ in range(9)])
+        (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "text" / name).write_bytes(content)
         Store(url).write(name, content)
+    Store(url).write("b/", b"")  # as some tools mark a folder
     found = []
     for word in (f"{tmp_path}/text", f"{url}/"):
         flags = [*MODEL, "--data", word, "--cache-dir", str(tmp_path / "cache")]
@@ -40,7 +43,26 @@ def test_a_folder_of_a_store_is_the_data_of_the_same_folder_on_a_disk(s3: S3, tm
     datasets = open_data(*resolve_vocabulary(cli.parse(other).config))
     assert datasets.train.content_hash() != found[0][1]["data_hash"]
     datasets.close()
-    assert sorted(p.name for p in (tmp_path / "cache").rglob("[!.]*.jsonl")) == ["a.jsonl", "b.jsonl", "test.jsonl"]
+    here = tmp_path / "cache" / "s3" / s3.bucket / "texts"
+    assert {p.relative_to(here).as_posix() for p in here.rglob("[!.]*.jsonl")} == {
+        n for n in names if "/." not in f"/{n}"
+    }
+
+
+def test_what_is_gone_from_a_folder_of_a_store_is_gone_here_and_nothing_else(s3: S3, tmp_path: Path) -> None:
+    url, store = s3.url("fewer"), Store(s3.url("fewer"))
+    for name in ("a.jsonl", "b/c.jsonl", "d/e/f.jsonl", "d/g.jsonl"):
+        store.write(name, b"{}")
+    here = bring_tree(url, str(tmp_path), deep=True)
+    times = {p: p.stat().st_mtime_ns for p in here.rglob("[!.]*.jsonl")}
+    (here / "other.bin.units").mkdir()
+    (here / "other.bin.units" / "0").write_bytes(b"of token files")
+    store.delete(["a.jsonl", "d/e/f.jsonl", "b/c.jsonl"])
+    store.write("d/h.jsonl", b"{}")
+    bring_tree(url, str(tmp_path), deep=True)
+    left = {p.relative_to(here).as_posix() for p in here.rglob("*") if p.is_file() and not p.name.startswith(".")}
+    assert left == {"d/g.jsonl", "d/h.jsonl", "other.bin.units/0"}
+    assert (here / "d/g.jsonl").stat().st_mtime_ns == times[here / "d/g.jsonl"], "not downloaded again"
 
 
 def test_chats_and_text_of_a_store_are_blended_as_those_of_a_disk(s3: S3, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 from megalite.core.base.errors import UserError
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.data import BatchLoader, Rows, binary
+from megalite.runtime.data.stream import sources
 from megalite.runtime.data.stream import workers as workers_module
 from megalite.runtime.data.stream.catalogue import Catalogue, split_by_name
 from megalite.runtime.data.stream.dataset import StreamDataset
@@ -106,6 +107,38 @@ def test_the_second_epoch_and_the_second_run_start_no_worker(small: None, tmp_pa
         assert data.sources[0]._workers.started == 0  # type: ignore[attr-defined]
     assert times == [path.stat().st_mtime_ns for path in made]
     assert first == samples(World(5, 2, data.shape.window, 16), [folder], [1.0], count)
+
+
+def test_a_reader_keeps_few_pieces_open_and_reads_the_same(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "text")
+    with opened([tmp_path / "text"], tmp_path / "cache", lanes=3) as data:
+        want = read(data, 500)
+        source: Any = data.sources[0]
+        assert len(source._open) > 4
+    monkeypatch.setattr(sources, "_OPEN", 4)
+    with opened([tmp_path / "text"], tmp_path / "cache", lanes=3) as data:
+        source = data.sources[0]
+        for position in range(500):
+            assert ids_of(data, position).tolist() == want[position]
+            assert len(source._open) <= 4
+
+
+def test_short_documents_take_few_bytes_of_a_reader(tmp_path: Path) -> None:
+    """Of each, its place in its piece and in the window: twice 8 bytes at the most, and not five numbers of 8."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_bytes(json_lines(["ab"] * 20_000))
+    with opened([tmp_path / "text"], tmp_path / "cache", lanes=1, shuffle_tokens=40_000, shuffle=True) as data:
+        ids_of(data, 0)
+        (window,) = data.order.lanes[0][0]._windows.values()
+        documents = len(window.begins)
+        assert documents > 10_000
+        source: Any = data.sources[0]
+        of_pieces = sum(tokens.starts.nbytes / len(tokens.starts) for tokens in source._open.values())
+        assert of_pieces / len(source._open) <= 8
+        held = [window.begins, window.rows, window.firsts]
+        assert sum(x.nbytes for x in held) + 16 * len(window.places) <= 8.5 * documents
 
 
 def test_a_long_wait_is_told_with_what_the_workers_make(
@@ -222,7 +255,7 @@ def test_a_part_of_a_split_without_a_document_is_named(small: None, tmp_path: Pa
     (tmp_path / "text" / "a.jsonl").write_bytes(json_lines(["abc"] * 12))
     with (
         opened([tmp_path / "text"], tmp_path / "cache", part=1, split="9999,1", shuffle=False) as data,
-        pytest.raises(UserError, match="has a token in this part of --split; give --valid-data"),
+        pytest.raises(UserError, match="holds a token in this part of --split; give --valid-data"),
     ):
         data.sample(0)
 
