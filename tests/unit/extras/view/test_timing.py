@@ -16,7 +16,7 @@ from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.view.page.timing import collect_schedule
 from megalite.runtime.options import cli
 
-FLAGS = "--num-layers 4 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu --pp 2 --lr 1"
+FLAGS = "--num-layers 4 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu --pp 2"
 START, END, WAIT, CRITICAL, BESIDE = 4, 5, 6, 7, 9
 
 
