@@ -225,7 +225,7 @@ function options(name, runs, series, settings) {
     ],
     series: [{}, ...series.map(({ i, evaluation }) => ({
       stroke: () => runColor(i),
-      width: 1,
+      ...lineOf(i, evaluation),
       spanGaps: evaluation || runs.length > 1,
       // A line needs two points.
       points: { show: (u, k) => u.data[0].length === 1 || (evaluation && !isDense(u, k)), size: 7, fill: () => color("page") },
@@ -233,6 +233,8 @@ function options(name, runs, series, settings) {
     hooks: { drawClear: [(u) => thinOut(u, series)], draw: [(u) => drawEvents(u, runs, settings)] },
   };
 }
+
+const lineOf = (i, evaluation) => ({ width: evaluation ? 2 : 1.4, dash: evaluation ? [2, 3] : i ? [8, 3] : undefined });
 
 // Whether a curve has more points in view than its picture has columns.
 function isDense(u, k) {
@@ -245,9 +247,7 @@ function isDense(u, k) {
 // A dense curve is a hairline, which a browser draws several times faster than a wider or dashed line that crosses itself so often.
 function thinOut(u, series) {
   series.forEach(({ i, evaluation }, k) => {
-    const isThin = isDense(u, k + 1);
-    u.series[k + 1].width = isThin ? 1 / devicePixelRatio : evaluation ? 2 : 1.4;
-    u.series[k + 1].dash = isThin ? undefined : evaluation ? [2, 3] : i ? [8, 3] : undefined;
+    Object.assign(u.series[k + 1], isDense(u, k + 1) ? { width: 1 / devicePixelRatio, dash: undefined } : lineOf(i, evaluation));
   });
 }
 
