@@ -76,7 +76,7 @@ def test_pairs_and_what_the_pointer_finds(browser: Any, zygote: Zygote, tmp_path
         it.page.get_by_role("button", name="Whole step").click()
     # A wait is drawn before the operation that waits, and tells of it.
     rank, label, begin, _, wait, maker, *_ = max(
-        it.rows("ops-measured"), key=lambda row: float(row[4].replace(",", ""))
+        (row for row in it.rows("ops-measured") if row[1] != "F0"), key=lambda row: float(row[4].replace(",", ""))
     )
     start, waited = (float(text.replace(",", "")) for text in (begin, wait))
     canvas = it.page.locator("canvas").first

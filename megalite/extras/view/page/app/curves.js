@@ -38,14 +38,7 @@ const places = (run, axis) => columnsOf(run).steps.map((_, i) => placeAt(run, ax
 // The step's place on the axis, by the nearest point before it.
 function placeOf(run, step, axis) {
   const { steps } = columnsOf(run);
-  let low = 0;
-  let high = steps.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (steps[middle] <= step) low = middle;
-    else high = middle - 1;
-  }
-  return axis === "step" ? step : placeAt(run, axis, low);
+  return axis === "step" ? step : placeAt(run, axis, lastWhere(steps.length, (i) => steps[i] <= step));
 }
 
 // Points whose place is known and rises; uPlot needs both.

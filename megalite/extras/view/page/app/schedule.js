@@ -89,16 +89,10 @@ function timeline(step, unit, zoom, told, all, title) {
   return one;
 }
 
-// The last operation of a lane that begins at or before a time; of a pair, which has one place, the lower or the upper one.
+// The last operation of a lane that begins, or begins to wait, at or before a time; of a pair, which has one place, the lower or the upper one.
 function opAt(lane, time, isLower) {
-  let low = 0;
-  let high = lane.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (lane[middle][START] <= time) low = middle;
-    else high = middle - 1;
-  }
-  return low - (lane[low][BESIDE] && !isLower ? 1 : 0);
+  const at = lastWhere(lane.length, (i) => lane[i][START] - lane[i][WAIT] <= time);
+  return at - (lane[at][BESIDE] && lane[at][KIND] !== "F" && !isLower ? 1 : 0);
 }
 
 function operationText(lane, op, unit) {

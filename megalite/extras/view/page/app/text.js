@@ -49,6 +49,18 @@ function spans(numbers) {
   return out.map(([a, b]) => (a === b ? `${a}` : b === a + 1 ? `${a}, ${b}` : `${a}–${b}`)).join(", ");
 }
 
+// The last index below n for which something holds, where it holds for all before that; 0 if for none.
+function lastWhere(n, holds) {
+  let low = 0;
+  let high = n - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (holds(middle)) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
 // Little-endian numbers from base64; the plain loop is for browsers without `fromBase64`.
 function decode(text, wide) {
   let raw;
