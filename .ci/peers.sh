@@ -50,7 +50,8 @@ if environment .venv-torchao --no-deps "torchao>=0.18"; then
 fi
 # The browser is Debian's chromium, which .ci/run installs.
 if environment .venv-browser "playwright==1.65.*"; then
-    tests .venv-browser/bin/python tests/unit/extras/view/test_page_in_browser.py
+    tests .venv-browser/bin/python tests/unit/extras/view/test_page_in_browser.py \
+        tests/unit/extras/view/test_page_of_layouts_in_browser.py
 fi
 if environment .venv-peers "trl>=1.16" "lm-eval[hf]>=0.4.13" "deepspeed>=0.19"; then
     export VIRTUAL_ENV=$PWD/.venv-peers

@@ -37,6 +37,7 @@ from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.places.place import COMMIT
 from megalite.runtime.places.store import Store
 from tests.faults import checkpoint_states as cs
+from tests.stores import environment, start_s3
 
 CTX = ParallelContext.single()
 SPECS = [*cs.SPECS, ParamSpec("layers.1.weight", (300, 1000))]
@@ -61,19 +62,20 @@ class Run:
     """The folders of one run, and what it has said.
 
     Args:
-        folder: where the run's own disk, its store and its words are.
+        folder: where the run's own disk and its words are.
+        url: its place in a store.
         ranks: number of its processes.
     """
 
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self.disk, self.far, self.said, self.ranks = folder / "run", folder / "far/run", folder / "said", ranks
+    def __init__(self, folder: Path, url: str, ranks: int) -> None:
+        self.disk, self.url, self.said, self.ranks = folder / "run", url, folder / "said", ranks
         self.root = self.disk / "checkpoints"
 
     def train(self, rank: int, seed: str) -> None:
         """Be a rank: save step after step from where the last attempt was, until killed."""
         # The same on all ranks, which wait together.
         draw, ctx = random.Random(seed), cs.context(self.ranks)
-        mirror = Mirror(f"file://{self.far}", self.disk, 5.0)
+        mirror = Mirror(self.url, self.disk, 5.0)
         checkpointer = Checkpointer(self.root, ctx, "run", Keep(last=2), mirror=mirror, code="planes-zstd", delta=DELTA)
 
         with self.said.open("a", buffering=1) as said:
@@ -118,9 +120,10 @@ class Run:
             UserError, AssertionError: something does not load, has other bits, or is missing.
         """
         here = {p.name: p for p in self.root.glob("[!.]*") if (p / COMMIT).exists() and not p.is_symlink()}
-        there = {p.name for p in (self.far / "checkpoints").glob("*") if (p / COMMIT).exists()}
         shutil.rmtree(folder, ignore_errors=True)
-        store = Store(f"file://{self.far}/checkpoints")
+        store = Store(f"{self.url}/checkpoints")
+        names = [name.rstrip("/") for name in store.names() if name.endswith("/")]
+        there = {name for name in names if COMMIT in store.names(name)}
         copies = [local_copies.fetch(store, name, folder) for name in sorted(there)]
         for path in [*here.values(), *copies]:
             check_bits(path)
@@ -225,16 +228,15 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def soak(folder: Path, kills: int, seed: str, tally: Counter[str], ranks: int = 1) -> None:
-    """Kill so many times; a run that has come to its end is followed by a new one."""
+def soak(folder: Path, store: str, kills: int, seed: str, tally: Counter[str], ranks: int = 1) -> None:
+    """Kill so many times; a run that has come to its end is followed by a new one, in its own place below a URL."""
     torch.set_num_threads(1)
     logger.setLevel("ERROR")
     runs = number = 0
     while tally["kills"] < kills:
         number += 1
-        run = Run(folder / f"run{runs}", ranks)
+        run = Run(folder / f"run{runs}", f"{store}/run{runs}", ranks)
         run.disk.mkdir(parents=True, exist_ok=True)
-        (run.far / "checkpoints").mkdir(parents=True, exist_ok=True)
         kill_once(run, number, seed, tally)
         run.check(folder / "copies", tally)
         if random.Random(f"disk {seed} {number}").random() < 0.15:
@@ -250,12 +252,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.chains", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="how many (100)")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run (1)")
+    parser.add_argument("--s3", action="store_true", help="upload to moto's server, not to a folder")
     parser.add_argument("--seed", default="0", help="any word (0)")
     args = parser.parse_args()
     folder, tally = Path(tempfile.mkdtemp(prefix="megalite-chains-")), Counter[str]()
+    server = start_s3(folder / "moto.log") if args.s3 else None
+    if server is not None:
+        os.environ |= environment(server.port)
     try:
-        soak(folder, args.kills, args.seed, tally, args.ranks)
+        store = server.url("chains") if server is not None else f"file://{folder}/store"
+        soak(folder, store, args.kills, args.seed, tally, args.ranks)
     finally:
+        if server is not None:
+            server.close()
         print(", ".join(f"{name} {n}" for name, n in sorted(tally.items())), f"in {folder}", file=sys.stderr)
     shutil.rmtree(folder)
 

@@ -224,12 +224,14 @@ def test_a_second_job_that_gets_in_is_found(zygote: Zygote, tmp_path: Path) -> N
 def test_differences_survive_kills(tmp_path: Path, ranks: int) -> None:
     """In a process of its own: it forks."""
     code = "import sys; from pathlib import Path; from collections import Counter; from tests.soak.chains import soak; "
-    code += f"soak(Path(sys.argv[1]), 4, 'ci', tally := Counter(), {ranks}); assert tally['differences'] >= 4, tally"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=600)
+    code += f"soak(Path(sys.argv[1]), sys.argv[2], 4, 'ci', tally := Counter(), {ranks}); "
+    code += "assert tally['differences'] >= 4, tally"
+    folder = str(tmp_path)
+    subprocess.run([sys.executable, "-c", code, folder, f"file://{folder}/store"], check=True, timeout=600)
 
 
 def test_a_soak_of_differences_finds_what_is_lost(tmp_path: Path) -> None:
-    run = chains.Run(tmp_path, 1)
+    run = chains.Run(tmp_path, f"file://{tmp_path}/far", 1)
     run.root.mkdir(parents=True)
     run.said.write_text("saved model_00000001\n")
     with pytest.raises(AssertionError, match="model_00000001"):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.core.parts.schedules.simulate import Event, Simulation
+from megalite.core.pipeline.order import together
 from megalite.core.pipeline.schedule import Costs, Op, Product, Schedule, build_schedule, needed_by
 from megalite.runtime.base.untrusted import parse_json, read_regular
 
@@ -117,6 +119,23 @@ def _message(send: Op) -> Product:
     return send.kind[1], send.stage, send.microbatch
 
 
+def _compute_times(rank: list[Timed]) -> Iterator[tuple[Op, float]]:
+    """Yield the duration of each compute operation of a rank.
+
+    That of a pair is measured as a whole: each of the two takes its part of it as they take time alone.
+    """
+    compute = {t.op: t for t in rank if t.op.is_compute}
+    units = [[compute[op] for op in ops] for ops in together(compute)]
+    alone: dict[str, list[float]] = defaultdict(list)
+    for t, *beside in units:
+        if not beside:
+            alone[t.op.kind].append(t.done - t.ready)
+    for unit in units:
+        usual = [statistics.fmean(alone[t.op.kind] or [1.0]) for t in unit]
+        for t, part in zip(unit, usual):
+            yield t.op, (unit[-1].done - unit[0].ready) * part / sum(usual)
+
+
 def measured_costs(recording: Recording, step: int) -> Costs:
     """Measure the costs of the operations in a step, with which the planned step beside it is simulated.
 
@@ -129,12 +148,10 @@ def measured_costs(recording: Recording, step: int) -> Costs:
     by_stage = [0.0] * num_stages
     sent: dict[Product, float] = {}
     for rank in recording.steps[step]:
-        for t in rank:
-            if t.op.is_compute:
-                by_kind[t.op.kind].append(t.done - t.ready)
-                by_stage[t.op.stage] += t.done - t.ready
-            elif t.op.kind in ("SF", "SB"):
-                sent[_message(t.op)] = t.begun
+        for op, time in _compute_times(rank):
+            by_kind[op.kind].append(time)
+            by_stage[op.stage] += time
+        sent |= {_message(t.op): t.begun for t in rank if t.op.kind in ("SF", "SB")}
     waits = []
     for rank in recording.steps[step]:
         for t in rank:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from megalite.core.base.slices import Slice
@@ -120,6 +120,12 @@ def file_of(fragment: dict[str, Any]) -> FileEntry:
     """Return the manifest's entry of the shard that a fragment is about."""
     f = fragment["file"]
     return FileEntry(f["name"], f["size"], f["header"], tuple(f["crc32"]), f.get("plain"))
+
+
+def is_rewritten(fragments: Iterable[dict[str, Any]]) -> bool:
+    """Whether rank 0's writer writes the differences of a save again, whole: another rank could not read their base."""
+    by_rank = list(fragments)
+    return any(f.get("problem") for f in by_rank) and any(f.get("base") for f in by_rank)
 
 
 def assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:

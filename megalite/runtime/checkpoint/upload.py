@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,14 @@ from typing import Any
 
 from megalite.core.base.errors import UserError, describe
 from megalite.runtime.checkpoint.base import base_folder
-from megalite.runtime.checkpoint.fragments import assemble, fragment_name, fragment_text, wait_for_fragments
+from megalite.runtime.checkpoint.fragments import (
+    assemble,
+    file_of,
+    fragment_name,
+    fragment_text,
+    is_rewritten,
+    wait_for_fragments,
+)
 from megalite.runtime.checkpoint.manifest import FileEntry, Manifest, commit_text, committable
 from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
@@ -186,7 +193,7 @@ class Uploader:
 
 def _upload(place: StorePlace, part: Part, patience: float) -> list[str]:
     if not part.fragment:
-        return _upload_whole(place, part)
+        return _upload_whole(place, part, Path(f"/dev/fd/{part.descriptor}"))
     started = time.monotonic()
     if part.job["rank"] == 0:
         # Before its part: once all parts are there, other hosts may commit. What fails is tried again at the commit.
@@ -236,23 +243,26 @@ def commit_part(place: StorePlace, part: Part, patience: float) -> list[str]:
         return StoreError(f"{place.store.url}/{name}", "belongs to another save")
 
     fragments = wait_for_fragments(place, part.save, job["world"], wait, foreign)
+    if is_rewritten(fragments.values()):
+        # Those differences are in the store now; the whole shards are in the local checkpoint.
+        differences = [f"{part.name}/{file_of(f).name}" for f in fragments.values() if f["base"]]
+        return _upload_whole(place, part, Path(job["root"]) / job["name"], [*fragments, *differences])
     manifest = assemble(job["manifest"], list(fragments.values()))
     return _publish(place, part, manifest, *committable(manifest), list(fragments))
 
 
-def _upload_whole(place: StorePlace, part: Part) -> list[str]:
-    """Upload a checkpoint that an earlier process of the run has committed on the local disk.
+def _upload_whole(place: StorePlace, part: Part, here: Path, remains: Sequence[str] = ()) -> list[str]:
+    """Upload a checkpoint that is committed on the local disk, and delete what parts of it the store need not keep.
 
     Raises:
         BadCheckpoint: it is damaged by now.
     """
-    here = Path(f"/dev/fd/{part.descriptor}")
     data = (here / MANIFEST).read_bytes()
     manifest = Manifest.from_json(data, str(here))
     for entry in manifest.files:
         _check_shard(here, entry)
         place.store.upload(f"{part.name}/{entry.name}", str(here / entry.name), entry.size)
-    return _publish(place, part, manifest, data, commit_text(data), [])
+    return _publish(place, part, manifest, data, commit_text(data), remains)
 
 
 def _check_shard(folder: Path, entry: FileEntry) -> None:
@@ -265,7 +275,7 @@ def _check_shard(folder: Path, entry: FileEntry) -> None:
 
 
 def _publish(
-    place: StorePlace, part: Part, manifest: Manifest, data: bytes, commit: bytes, fragments: list[str]
+    place: StorePlace, part: Part, manifest: Manifest, data: bytes, commit: bytes, remains: Sequence[str]
 ) -> list[str]:
     """Commit what has arrived, and do what can only be done afterwards; return what of that failed."""
     job, store = part.job, place.store
@@ -279,7 +289,7 @@ def _publish(
     problems = send_run_files(place, job)
     place.publish(part.save, data, commit, _abandoned(place, part) if job["full"] else [])
     # From here on it exists; nothing that fails undoes it.
-    problems += _try("the fragments remain", lambda: store.delete(fragments))
+    problems += _try("parts remain", lambda: store.delete(remains))
     return problems + (_tidy(place, part) if job["full"] else [])
 
 
@@ -293,11 +303,8 @@ def _send_base(place: StorePlace, job: dict[str, Any], base: tuple[str, str]) ->
     if place.snapshot(name, sha256):
         return
     folder = base_folder(Path(job["root"]) / job["name"], base)
-    part = Part({**job, "name": name, "save_id": sha256[:16], "full": False}, os.open(folder, os.O_RDONLY), {})
-    try:
-        _upload_whole(place, part)
-    finally:
-        part.close()
+    part = Part({**job, "name": name, "save_id": sha256[:16], "full": False}, -1, {})
+    _upload_whole(place, part, folder)
 
 
 def _abandoned(place: StorePlace, part: Part) -> list[str]:

@@ -35,6 +35,7 @@ from megalite.runtime.checkpoint.fragments import (
     file_of,
     fragment_name,
     fragment_text,
+    is_rewritten,
     wait_for_fragments,
 )
 from megalite.runtime.checkpoint.manifest import FileEntry, box_key, committable
@@ -272,7 +273,7 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
     fragments = wait_for_fragments(place, save, job["world"], wait, foreign)
     # A base that cannot be read concerns all ranks: one line tells of it.
     problems = [text for fragment in fragments.values() if (text := fragment["problem"])][:1]
-    if problems and any(fragment["base"] for fragment in fragments.values()):
+    if is_rewritten(fragments.values()):
         _drop_base(job, fragments.values(), channel)
     with without_collector():
         manifest = assemble(job["manifest"], list(fragments.values()))

@@ -67,3 +67,10 @@ def save(
     for step in steps:
         checkpointer.save_model(step, weights(step, rank, tp), {"step": step})
     checkpointer.close()
+
+
+def damage(shard: Path, how: str = "flipped") -> None:
+    """Flip a bit of a file, or cut its end."""
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data if how == "flipped" else data[:-1])

@@ -29,7 +29,7 @@ from megalite.runtime.checkpoint.save import Checkpointer, _Save
 from megalite.runtime.checkpoint.snapshot import boxes_of
 from megalite.runtime.checkpoint.writer import _serve
 from tests.faults import checkpoint_states as cs
-from tests.unit.checkpoint.differences import loaded, save, weights
+from tests.unit.checkpoint.differences import damage, loaded, save, weights
 from tests.workers import WorkerPool
 
 CTX = ParallelContext.single()
@@ -186,12 +186,6 @@ def test_a_save_after_one_that_failed_is_whole(saved: Path, tmp_path: Path) -> N
     assert path is not None
     assert read_manifest(path).base is None
     assert loaded(path) == loaded(saved / "whole" / path.name)
-
-
-def damage(shard: Path, how: str) -> None:
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data if how == "flipped" else data[:-1])
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut"])

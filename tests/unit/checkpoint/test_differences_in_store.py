@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megalite.core.mesh.context import ParallelContext
 from megalite.extras.command import find_main
 from megalite.runtime.checkpoint import local_copies, upload
+from megalite.runtime.checkpoint.manifest import read_manifest
 from megalite.runtime.checkpoint.mirror import Mirror
 from megalite.runtime.checkpoint.pruning import Keep
 from megalite.runtime.checkpoint.safetensors_io import BadCheckpoint
 from megalite.runtime.checkpoint.save import Checkpointer
 from megalite.runtime.places.store import Store, StoreError
 from megalite.runtime.places.store_place import StorePlace
-from tests.unit.checkpoint.differences import loaded, weights
+from tests.conftest import leading_to
+from tests.faults import checkpoint_states as cs
+from tests.stores import S3
+from tests.unit.checkpoint.differences import damage, loaded, save, weights
+from tests.workers import WorkerPool
 
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
@@ -106,8 +111,54 @@ def test_a_difference_without_its_base_is_not_committed(run: Run, how: str, said
         shard = base / "rank_00000.coded"
         shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
     job = {"root": str(run.root), "name": "model_00000002", "save_id": "0" * 16, "full": False, "remote": {}}
-    part = upload.Part(job, os.open(run.root / "model_00000002", os.O_RDONLY), {})
+    part = upload.Part(job, -1, {})
     with pytest.raises(BadCheckpoint, match=said):
-        upload._upload_whole(StorePlace(Store(run.url)), part)
-    part.close()
+        upload._upload_whole(StorePlace(Store(run.url)), part, run.root / "model_00000002")
     assert not list(run.far.glob("model_*/COMMIT"))
+
+
+def save_beside_damage(rank: int, port: int, root: str, url: str, damaged: int, arrived: bool) -> None:
+    """Save steps 1 to 3 on two ranks; before step 2 a rank's part of the base is damaged on the disk.
+
+    Args:
+        port: of the server of S3.
+        damaged: the rank.
+        arrived: whether the base is in the store by then.
+    """
+    with leading_to(port):
+        checkpointer = Checkpointer(root, cs.context(2), "run", mirror=Mirror(url, Path(root).parent, 60.0), delta=5)
+        checkpointer.take()
+        for step in (1, 2, 3):
+            checkpointer.save_model(step, weights(step, rank, 2), {"step": step})
+            assert checkpointer.settle()
+            dist.barrier()
+            if step == 1 and rank == damaged:
+                damage(Path(root) / f"model_00000001/rank_{rank:05d}.coded")
+                if not arrived:
+                    store = Store(f"{url}/checkpoints")
+                    (name,) = (n.rstrip("/") for n in store.names() if n.startswith("model_00000001-"))
+                    store.delete(f"{name}/{file}" for file in store.names(name))
+            dist.barrier()
+        checkpointer.close()
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_base_that_one_rank_finds_damaged(
+    s3: S3, pool: WorkerPool, tmp_path: Path, damaged: int, arrived: bool
+) -> None:
+    """What is written whole on the disk for that reason is so in the store, which needs nothing that is damaged."""
+    root, url = tmp_path / "run/checkpoints", s3.url(f"runs/{tmp_path.name}")
+    pool.run(2, save_beside_damage, s3.port, str(root), url, damaged, arrived)
+    save(tmp_path / "whole", [2, 3], 0)
+    store = Store(f"{url}/checkpoints")
+    there = sorted(name.rstrip("/") for name in store.names() if name.startswith("model_"))
+    assert [name[:14] for name in there] == [f"model_0000000{step}" for step in ((1, 2, 3) if arrived else (2, 3))]
+    for name, base in zip(there[-2:], (None, "model_00000002")):
+        path, here = local_copies.fetch(store, name, tmp_path / "copies"), root / name[:14]
+        assert (read_manifest(path).base or [None])[0] == base
+        assert (path / "COMMIT").read_bytes() == (here / "COMMIT").read_bytes()
+        assert loaded(path) == loaded(here) == loaded(tmp_path / "whole" / here.name)
+        # No part that the manifest does not name.
+        files = [file.name for file in read_manifest(path).files]
+        assert sorted(store.names(name)) == sorted([*files, "manifest.json", "COMMIT"])

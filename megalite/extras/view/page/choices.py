@@ -7,8 +7,13 @@ from typing import Any
 
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.grid import Grid
+from megalite.core.model.saved import residual_bytes
+from megalite.core.parts.memory.offload_memory import sent_blocks
+from megalite.core.parts.schedules.choose import name_of
+from megalite.core.pipeline.schedule import placement_of
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.extras.plan.memory.stages import split
 from megalite.extras.plan.report import as_json, best_layouts, describe
 from megalite.extras.plan.search import SHARE, Candidate, pick, search
 from megalite.extras.plan.time.step import step_time
@@ -29,7 +34,8 @@ def collect_memory(cfg: Config, grid: Grid) -> dict[str, Any]:
     """Return the predicted bytes of every pipeline rank by kind, as the run is and with each saving changed.
 
     Returns:
-        own: by pipeline rank. changed: [{option, value, own (whether the run has it), ranks or problem}]. alone: one
+        own: by pipeline rank. changed: [{option, value, own (whether the run has it), ranks or problem}]. inputs: by
+        pipeline rank, bytes of the blocks' inputs that `--offload activations` sends to the host in a step. alone: one
         rank with the whole model, micro-batch and nothing saved, or problem.
     """
     rows = []
@@ -38,7 +44,15 @@ def collect_memory(cfg: Config, grid: Grid) -> dict[str, Any]:
         for value in dict.fromkeys((*values, own)):
             rows.append({"option": option, "value": value, "own": value == own, **_bytes(cfg, grid, {option: value})})
     alone = {**_ALONE, "pipeline_layout": None, "sequence_parallel": False, "zero_group": "full"}
-    return {"own": _bytes(cfg, grid, {}), "changed": rows, "alone": _bytes(cfg, Grid.of(1), alone)}
+    alone_bytes = _bytes(cfg, Grid.of(1), alone)
+    return {"own": _bytes(cfg, grid, {}), "changed": rows, "inputs": _inputs(cfg, grid), "alone": alone_bytes}
+
+
+def _inputs(cfg: Config, grid: Grid) -> list[int]:
+    placement = placement_of(name_of(cfg, grid["dp"]), cfg.parallel.pp, cfg.parallel.vp)
+    layers, of_block = split(cfg), residual_bytes(cfg) * cfg.num_microbatches(grid["dp"])
+    blocks = [sum(sent_blocks(s, layers[s]) for s in placement.stages_of(rank)) for rank in range(grid["pp"])]
+    return [of_block * n for n in blocks]
 
 
 def _bytes(cfg: Config, grid: Grid, options: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from megalite.core.base.errors import UserError
 from megalite.core.mesh.grid import Grid
 from megalite.core.parts.schedules.choose import schedule_of
 from megalite.core.parts.schedules.simulate import Event, Simulation, simulate
-from megalite.core.pipeline.schedule import Costs, needed_by
+from megalite.core.pipeline.order import together
+from megalite.core.pipeline.schedule import Costs, Op, needed_by
 from megalite.extras.view.recording import Recording, measured_costs, measured_step, read_recording
 from megalite.extras.view.timeline import label_of
 from megalite.runtime.options.run import Config
@@ -45,43 +47,81 @@ def collect_schedule(run_dir: Path, cfg: Config, grid: Grid) -> dict[str, Any]:
     return {"name": schedule.name, **numbers, **told}
 
 
+@dataclass(eq=False)
+class _Unit:
+    """An operation, or a pair of a forward and a backward pass, which runs as one.
+
+    Attributes:
+        events: the operation; of a pair the forward pass first.
+        before: what its rank ran before it.
+        makers: the operations that made its inputs.
+    """
+
+    events: list[Event]
+    before: _Unit | None
+    makers: list[Event]
+
+    @property
+    def start(self) -> float:
+        return self.events[0].start
+
+    @property
+    def finish(self) -> float:
+        return self.events[-1].finish
+
+
+def _units(simulation: Simulation) -> list[list[_Unit]]:
+    """Return what each rank runs, in order."""
+    num_stages = simulation.schedule.placement.num_stages
+    by_op = {str(event.op): event for event in simulation.compute}
+    lanes: list[list[_Unit]] = []
+    for rank in range(simulation.schedule.pp):
+        compute = {event.op: event for event in simulation.compute if event.rank == rank}
+        lanes.append([])
+        for ops in together(compute):
+            makers = [maker for op in ops if (maker := _maker(op, num_stages, by_op))]
+            events = [compute[op] for op in ops]
+            lanes[-1].append(_Unit(events, lanes[-1][-1] if lanes[-1] else None, makers))
+    return lanes
+
+
+def _maker(op: Op, num_stages: int, by_op: dict[str, Event]) -> Event | None:
+    """Return the operation that made what another one consumes."""
+    if (needed := needed_by(op, num_stages)) is None:
+        return None
+    kinds = ("F",) if needed[0] == "F" else ("B", "I")
+    return next((by_op[made] for kind in kinds if (made := f"{kind}{needed[2]}.{needed[1]}") in by_op), None)
+
+
 def _drawn(simulation: Simulation, waits: dict[str, float] | None = None) -> dict[str, Any]:
     """Return a step as the page draws it.
 
     Returns:
         makespan, bubble (share of the ideal time), busy (per rank). ops: per rank [label, kind, micro-batch, stage,
-        start, end, wait, critical, waits for]: `wait` is the time for which the operation stood still for a message,
-        `critical` 1 on the longest chain, `waits for` the label of the operation that made the message, or "".
+        start, end, wait, critical, waits for, beside]: `wait` is the time for which the operation stood still for a
+        message, `critical` 1 on the longest chain, `waits for` the label of the operation that made the message, or "",
+        `beside` the label of the other one of a pair, or "". Both of a pair have its times; what it waits for stands
+        at its forward pass.
     """
-    placement = simulation.schedule.placement
-    by_op = {str(event.op): event for event in simulation.compute}
-    lanes: list[list[Event]] = [[] for _ in range(simulation.schedule.pp)]
-    for event in simulation.compute:
-        lanes[event.rank].append(event)
-    makers, before = {}, {}
-    for lane in lanes:
-        for i, event in enumerate(lane):
-            name = str(event.op)
-            needed = needed_by(event.op, placement.num_stages)
-            kinds = () if needed is None else ("F",) if needed[0] == "F" else ("B", "I")
-            made = (f"{kind}{needed[2]}.{needed[1]}" for kind in kinds) if needed else ()
-            makers[name] = next((by_op[m] for m in made if m in by_op), None)
-            before[name] = lane[i - 1] if i else None
-    critical = _critical(simulation.compute, makers, before)
+    lanes = _units(simulation)
+    critical = _critical(lanes)
     rows: list[list[list[Any]]] = []
     count = 0
     for lane in lanes:
         rows.append([])
-        for event in lane:
-            name, maker, last = str(event.op), makers[str(event.op)], before[str(event.op)]
-            idle = max(0.0, event.start - (last.finish if last else 0.0))
-            wait = idle if waits is None else waits[name]
-            label = label_of(event, simulation)
-            waited_for = f"{label_of(maker, simulation)} (pp{maker.rank})" if maker and maker.rank != event.rank else ""
-            times = (round(event.start, 6), round(event.finish, 6), round(wait, 6))
-            op = event.op
-            rows[-1].append([label, op.kind, op.microbatch, op.stage, *times, int(name in critical), waited_for])
-            count += 1
+        for unit in lane:
+            first = unit.events[0]
+            idle = max(0.0, unit.start - (unit.before.finish if unit.before else 0.0))
+            wait = idle if waits is None else waits[str(first.op)]
+            maker = max(unit.makers, key=lambda event: event.finish, default=None)
+            waited_for = f"{label_of(maker, simulation)} (pp{maker.rank})" if maker and maker.rank != first.rank else ""
+            labels = [label_of(event, simulation) for event in unit.events]
+            for i, event in enumerate(unit.events):
+                op = event.op
+                times = (round(unit.start, 6), round(unit.finish, 6), 0.0 if i else round(wait, 6))
+                told = (int(unit in critical), "" if i else waited_for, labels[1 - i] if len(labels) == 2 else "")
+                rows[-1].append([labels[i], op.kind, op.microbatch, op.stage, *times, *told])
+                count += 1
         if count > _MOST_OPS:
             break
     return {
@@ -93,15 +133,16 @@ def _drawn(simulation: Simulation, waits: dict[str, float] | None = None) -> dic
     }
 
 
-def _critical(events: list[Event], makers: dict[str, Event | None], before: dict[str, Event | None]) -> set[str]:
-    """Return the operations of the longest chain: from the last to end, each time what it waited for last."""
-    at: Event | None = max(events, key=lambda event: event.finish)
-    names = set()
-    while at is not None and str(at.op) not in names:
-        names.add(str(at.op))
-        candidates = [e for e in (makers[str(at.op)], before[str(at.op)]) if e is not None]
-        at = max(candidates, key=lambda event: event.finish, default=None)
-    return names
+def _critical(lanes: list[list[_Unit]]) -> set[_Unit]:
+    """Return the longest chain: from the last to end, each time what it waited for last."""
+    unit_of = {str(event.op): unit for lane in lanes for unit in lane for event in unit.events}
+    at: _Unit | None = max(unit_of.values(), key=lambda unit: unit.finish)
+    chain: set[_Unit] = set()
+    while at is not None and at not in chain:
+        chain.add(at)
+        candidates = [unit_of[str(event.op)] for event in at.makers] + ([at.before] if at.before else [])
+        at = max(candidates, key=lambda unit: unit.finish, default=None)
+    return chain
 
 
 def _waits(recording: Recording, step: int) -> dict[str, float]:

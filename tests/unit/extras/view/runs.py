@@ -39,6 +39,8 @@ def hostile_run(folder: Path) -> Path:
         '{"step": 9223372036854775808, "loss": 1}',
         '{"step": -1}',
         '{"event": 3, "step": "x"}',
+        '{"event": "save", "step": 11, "time": "x"}',
+        '{"event": "save", "step": 11, "time": 1e300}',
     ]
     run = write(folder / "run <b>&\u202e", lines)
     with (run / "metrics.jsonl").open("a") as file:

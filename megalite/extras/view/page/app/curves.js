@@ -38,14 +38,7 @@ const places = (run, axis) => columnsOf(run).steps.map((_, i) => placeAt(run, ax
 // The step's place on the axis, by the nearest point before it.
 function placeOf(run, step, axis) {
   const { steps } = columnsOf(run);
-  let low = 0;
-  let high = steps.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (steps[middle] <= step) low = middle;
-    else high = middle - 1;
-  }
-  return axis === "step" ? step : placeAt(run, axis, low);
+  return axis === "step" ? step : placeAt(run, axis, lastWhere(steps.length, (i) => steps[i] <= step));
 }
 
 // Points whose place is known and rises; uPlot needs both.
@@ -71,6 +64,15 @@ function eventsOf(run) {
   });
   run.allEvents = events.sort((a, b) => a.step - b.step);
   return run.allEvents;
+}
+
+// Where the events of a run stand on an axis, in order.
+function placedEvents(run, axis) {
+  if (!run.placed || run.placed.axis !== axis || run.placed.events !== eventsOf(run)) {
+    const all = eventsOf(run).map((event) => ({ event, place: placeOf(run, event.step, axis) }));
+    run.placed = { axis, events: eventsOf(run), all: all.filter(({ place }) => place !== null).sort((a, b) => a.place - b.place) };
+  }
+  return run.placed.all;
 }
 
 // Points of an evaluation: [step, value], the last of each step. Those of eval have the names of a step's, as the loss;
@@ -216,41 +218,64 @@ function options(name, runs, series, settings) {
     ],
     series: [{}, ...series.map(({ i, evaluation }) => ({
       stroke: () => runColor(i),
-      width: evaluation ? 2 : 1.4,
-      dash: evaluation ? [2, 3] : i ? [8, 3] : undefined,
+      ...lineOf(i, evaluation),
       spanGaps: evaluation || runs.length > 1,
       // A line needs two points.
-      points: { show: evaluation || ((u) => u.data[0].length === 1), size: 7, fill: () => color("page") },
+      points: { show: (u, k) => u.data[0].length === 1 || (evaluation && !isDense(u, k)), size: 7, fill: () => color("page") },
     }))],
-    hooks: { draw: [(u) => drawEvents(u, runs, settings)] },
+    hooks: { drawClear: [(u) => thinOut(u, series)], draw: [(u) => drawEvents(u, runs, settings)] },
   };
 }
 
+const lineOf = (i, evaluation) => ({ width: evaluation ? 2 : 1.4, dash: evaluation ? [2, 3] : i ? [8, 3] : undefined });
+
+// Whether a curve has more points in view than its picture has columns.
+function isDense(u, k) {
+  const [first, last] = u.series[0].idxs;
+  let left = u.bbox.width / devicePixelRatio;
+  for (let i = first; i <= last && left >= 0; i += 1) if (u.data[k][i] !== null && u.data[k][i] !== undefined) left -= 1;
+  return left < 0;
+}
+
+// A dense curve is a hairline, which a browser draws several times faster than a wider or dashed line that crosses itself so often.
+function thinOut(u, series) {
+  series.forEach(({ i, evaluation }, k) => {
+    Object.assign(u.series[k + 1], isDense(u, k + 1) ? { width: 1 / devicePixelRatio, dash: undefined } : lineOf(i, evaluation));
+  });
+}
+
+// Pixels between lines, and between letters; what would lie closer is left out, and the table below has all.
+const LINE_GAP = 3;
+const LETTER_GAP = 9;
+
 function drawEvents(u, runs, settings) {
   const { ctx, bbox } = u;
-  let last = -Infinity;
+  const { min, max } = u.scales.x;
+  let letter = -Infinity;
   ctx.save();
   ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+  ctx.fillStyle = color("ink");
+  ctx.setLineDash([2, 4]);
   runs.forEach((run, i) => {
-    for (const event of eventsOf(run)) {
-      if (!settings.marked.has(event.event)) continue;
-      const at = u.valToPos(placeOf(run, event.step, settings.axis), "x", true);
-      if (at < bbox.left || at > bbox.left + bbox.width) continue;
-      ctx.strokeStyle = runColor(i);
-      ctx.globalAlpha = 0.45;
-      ctx.setLineDash([2, 4]);
-      ctx.beginPath();
-      ctx.moveTo(at, bbox.top);
-      ctx.lineTo(at, bbox.top + bbox.height);
-      ctx.stroke();
-      ctx.globalAlpha = 1;
-      // Letters that would lie on each other are left out; the table below has all.
-      if (at - last > 9 * devicePixelRatio) {
-        ctx.fillStyle = color("ink");
+    let line = -Infinity;
+    ctx.beginPath();
+    for (const { event, place } of placedEvents(run, settings.axis)) {
+      if (place < min || place > max || !settings.marked.has(event.event)) continue;
+      const at = Math.round(u.valToPos(place, "x", true)) + 0.5;
+      if (at - line >= LINE_GAP * devicePixelRatio) {
+        ctx.moveTo(at, bbox.top);
+        ctx.lineTo(at, bbox.top + bbox.height);
+        line = at;
+      }
+      if (at - letter > LETTER_GAP * devicePixelRatio) {
         ctx.fillText(EVENTS[event.event] || "•", at + 2, bbox.top + 10 * devicePixelRatio);
-        last = at;
+        letter = at;
       }
     }
+    ctx.strokeStyle = runColor(i);
+    ctx.globalAlpha = 0.45;
+    ctx.stroke();
+    ctx.globalAlpha = 1;
   });
   ctx.restore();
 }
@@ -315,17 +340,13 @@ function describeChart({ name, plot, series }) {
 const MOST_EVENTS_SHOWN = 500;
 
 function eventTable(runs) {
-  const rows = [];
-  for (const run of runs) {
-    for (const event of eventsOf(run)) {
-      const { event: kind, step, time, ...rest } = event;
-      const told = Object.entries(rest).map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : number(value)}`).join(", ");
-      rows.push([foreign(run.name), step, `${EVENTS[kind] || "•"} ${kind}`, time ? new Date(time * 1000).toISOString().slice(0, 19) + "Z" : "–", foreign(told.slice(0, 400))]);
-    }
-  }
-  const newest = rows.slice(-MOST_EVENTS_SHOWN).reverse();
-  return details(t("Events ({n})", { n: rows.length }),
-    table([t("Run"), t("step"), t("Event"), t("Time (UTC)"), t("What it says")], newest, { id: "events" }));
+  const all = runs.flatMap((run) => eventsOf(run).map((event) => ({ run, event }))).sort((a, b) => a.event.step - b.event.step);
+  const rows = all.slice(-MOST_EVENTS_SHOWN).reverse().map(({ run, event: { event: kind, step, time, ...rest } }) => {
+    const told = Object.entries(rest).map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : number(value)}`).join(", ");
+    return [foreign(run.name), step, `${EVENTS[kind] || "•"} ${kind}`, clockText(time), foreign(told.slice(0, 400))];
+  });
+  return details(t("Events ({n})", { n: all.length }),
+    table([t("Run"), t("step"), t("Event"), t("Time (UTC)"), t("What it says")], rows, { id: "events" }));
 }
 
 function lastTable(runs) {

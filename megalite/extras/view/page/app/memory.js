@@ -34,8 +34,23 @@ function memoryOf(run, pp, state) {
     table([t("Kind"), t("bytes")], [...KINDS.map((kind) => [t(kind), bytesText(own.ranks[pp][kind])]), [t("all together"), bytesText(own.ranks[pp].total)], [t("in host memory"), bytesText(own.ranks[pp].host)]], { id: "kinds" }),
     ...overStep(run, pp, state),
     el("h3", { text: t("What each saving changes") }),
-    note(t("Each row is this run with one option changed. What leaves the device under offload is in host memory: optimizer state travels there and back in every step, activations from forward to backward.")),
+    note(t("Each row is this run with one option changed. What leaves the device under offload is in host memory.")),
     table([t("Option"), t("value"), t("weights"), t("main_grad"), t("optimizer"), t("activations"), t("in host memory"), t("device, all together"), ""], rows, { id: "savings" }),
+    ...travelOf(run, pp),
+  ];
+}
+
+// What goes between device and host in one step, by rank, from the shares of the run's real optimizer.
+function travelOf(run, pp) {
+  const buckets = isThere(run.step) && isThere(run.grid) && run.step.buckets[run.grid.zero];
+  const sum = (bytes) => (Array.isArray(buckets) ? buckets[pp].reduce((n, b) => n + (b.numel / (b.states ? b.shares : 1)) * bytes(b), 0) : null);
+  // The gradients of a rank's share are fp32, whatever the weights are.
+  const [grads, weights] = [sum(() => 4), sum((b) => b.bytes.weights)];
+  const inputs = run.memory.inputs[pp];
+  return [
+    el("h3", { text: t("What travels under offload") }),
+    note(t("In one step, by rank. Under optimizer, gradients go to the host and new weights come back: masters and moments stay there, where the CPU updates them. Under optimizer+params, a share of the weights also comes before each use of its layers. Under activations, the input of each recomputed block goes after its forward pass and comes back before its backward pass.")),
+    table(["offload", t("to the host"), t("to the device")], [["optimizer", bytesText(grads), bytesText(weights)], ["activations", bytesText(inputs), bytesText(inputs)]], { id: "travel" }),
   ];
 }
 

@@ -60,7 +60,12 @@ function say(text) {
   spoken = setTimeout(() => { voice.textContent = text; }, 150);
 }
 
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+// Colors of the style sheet, each asked for once: the browser may have to compute all styles to answer.
+const colors = new Map();
+function color(name) {
+  if (!colors.has(name)) colors.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return colors.get(name);
+}
 const RUN_COLORS = 7;
 const runColor = (i) => color(`run-${i % RUN_COLORS}`);
 
@@ -104,6 +109,7 @@ function watchSize(box, again) {
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  colors.clear();
   for (const { box, again } of redrawn) if (box.isConnected && box.clientWidth > 0) again();
 });
 

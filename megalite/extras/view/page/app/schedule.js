@@ -1,6 +1,6 @@
 // One step of the pipeline, planned and measured, on a canvas.
 
-const [LABEL, KIND, MICROBATCH, STAGE, START, END, WAIT, CRITICAL, WAITS_FOR] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
+const [LABEL, KIND, MICROBATCH, STAGE, START, END, WAIT, CRITICAL, WAITS_FOR, BESIDE] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9];
 const KIND_NAMES = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
 const LANE = 30;
 // Narrower operations are drawn as shares of a column, not one by one.
@@ -65,7 +65,8 @@ function timeline(step, unit, zoom, told, all, title) {
   canvas.addEventListener("pointermove", (event) => {
     const lane = Math.floor(event.offsetY / LANE);
     const time = zoom.from + (event.offsetX / box.clientWidth) * (zoom.to - zoom.from);
-    if (step.ops[lane]) tell(lane, opAt(step.ops[lane], time));
+    const isLower = event.offsetY % LANE >= LANE / 2;
+    if (step.ops[lane]) tell(lane, opAt(step.ops[lane], time, isLower));
   });
   canvas.addEventListener("wheel", (event) => {
     event.preventDefault();
@@ -88,22 +89,16 @@ function timeline(step, unit, zoom, told, all, title) {
   return one;
 }
 
-// The last operation of a lane that begins at or before a time.
-function opAt(lane, time) {
-  let low = 0;
-  let high = lane.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (lane[middle][START] <= time) low = middle;
-    else high = middle - 1;
-  }
-  return low;
+// The last operation of a lane that begins, or begins to wait, at or before a time; of a pair, which has one place, the lower or the upper one.
+function opAt(lane, time, isLower) {
+  const at = lastWhere(lane.length, (i) => lane[i][START] - lane[i][WAIT] <= time);
+  return at - (lane[at][BESIDE] && lane[at][KIND] !== "F" && !isLower ? 1 : 0);
 }
 
 function operationText(lane, op, unit) {
   const times = `${number(op[START])}–${number(op[END])} ${unit}`;
   const waited = op[WAIT] > 0 && op[WAITS_FOR] ? ` ${t("It waits {w} {u} for {op}.", { w: number(op[WAIT]), u: unit, op: op[WAITS_FOR] })}` : "";
-  return `pp${lane}, ${op[LABEL]}: ${t(KIND_NAMES[op[KIND]])}, ${t("micro-batch {m}, stage {s}", { m: op[MICROBATCH], s: op[STAGE] })}, ${times}.` + waited + (op[CRITICAL] ? ` ${t("On the critical path.")}` : "");
+  return `pp${lane}, ${op[LABEL]}: ${t(KIND_NAMES[op[KIND]])}, ${t("micro-batch {m}, stage {s}", { m: op[MICROBATCH], s: op[STAGE] })}, ${times}.${op[BESIDE] ? ` ${t("It takes turns with {op}.", { op: op[BESIDE] })}` : ""}` + waited + (op[CRITICAL] ? ` ${t("On the critical path.")}` : "");
 }
 
 function drawLanes(context, width, step, unit, zoom, one) {
@@ -122,7 +117,7 @@ function drawLanes(context, width, step, unit, zoom, one) {
       const left = (op[START] - zoom.from) * scale;
       const wide = (op[END] - op[START]) * scale;
       one.counted += 1;
-      if (wide < NARROW) addToColumns(columns, left, wide, op[KIND]);
+      if (wide < NARROW) addToColumns(columns, left, wide, op);
       else {
         one.single += 1;
         drawOperation(context, op, left, wide, top, scale, colors, inks);
@@ -138,28 +133,31 @@ function drawLanes(context, width, step, unit, zoom, one) {
 }
 
 function drawOperation(context, op, left, wide, top, scale, colors, inks) {
-  const high = LANE - 6;
+  // Of a pair, the forward pass is above and the backward pass below.
+  const whole = LANE - 6;
+  const high = op[BESIDE] ? whole / 2 : whole;
+  const y = top + (op[BESIDE] && op[KIND] !== "F" ? high : 0);
   if (op[WAIT] > 0 && op[WAITS_FOR]) {
     context.fillStyle = color("wait");
-    context.fillRect(left - op[WAIT] * scale, top + high / 2 - 2, op[WAIT] * scale, 4);
+    context.fillRect(left - op[WAIT] * scale, top + whole / 2 - 2, op[WAIT] * scale, 4);
   }
   context.fillStyle = colors[op[KIND]];
-  context.fillRect(left, top, wide, high);
+  context.fillRect(left, y, wide, high);
   context.strokeStyle = op[CRITICAL] ? color("critical") : color("page");
   context.lineWidth = op[CRITICAL] ? 2.5 : 1;
-  context.strokeRect(left + 0.5, top + 0.5, Math.max(wide - 1, 0.5), high - 1);
+  context.strokeRect(left + 0.5, y + 0.5, Math.max(wide - 1, 0.5), high - 1);
   if (context.measureText(op[LABEL]).width + 4 < wide) {
     context.fillStyle = inks[op[KIND]];
-    context.fillText(op[LABEL], left + 3, top + high / 2 + 4);
+    context.fillText(op[LABEL], left + 3, y + high / 2 + 4);
   }
 }
 
-// Time of each kind in the pixel columns that a narrow operation touches.
-function addToColumns(columns, left, wide, kind) {
+// Time of each kind in the pixel columns that a narrow operation touches; those of a pair share theirs.
+function addToColumns(columns, left, wide, op) {
   for (let x = Math.floor(left); x <= Math.floor(left + wide); x += 1) {
     const part = Math.min(left + wide, x + 1) - Math.max(left, x);
     const kinds = columns.get(x) || {};
-    kinds[kind] = (kinds[kind] || 0) + Math.max(part, 0);
+    kinds[op[KIND]] = (kinds[op[KIND]] || 0) + Math.max(part, 0) / (op[BESIDE] ? 2 : 1);
     columns.set(x, kinds);
   }
 }
@@ -177,8 +175,8 @@ function drawColumn(context, x, kinds, top, colors) {
 const MOST_OPERATIONS = 400;
 
 function operations(step, unit, key) {
-  const rows = step.ops.flatMap((lane, r) => lane.map((op) => [`pp${r}`, op[LABEL], number(op[START]), number(op[END]), number(op[WAIT]), op[WAITS_FOR] || "–", op[CRITICAL] ? t("yes") : ""]));
+  const rows = step.ops.flatMap((lane, r) => lane.map((op) => [`pp${r}`, op[LABEL], number(op[START]), number(op[END]), number(op[WAIT]), op[WAITS_FOR] || "–", op[CRITICAL] ? t("yes") : "", op[BESIDE] || "–"]));
   return details(t("Operations as a table"),
     rows.length > MOST_OPERATIONS ? note(t("The first {n} of {all}.", { n: MOST_OPERATIONS, all: rows.length })) : null,
-    table([t("rank"), t("operation"), `${t("begins")}, ${unit}`, `${t("ends")}, ${unit}`, `${t("waits")}, ${unit}`, t("for"), t("critical path")], rows.slice(0, MOST_OPERATIONS), { id: `ops-${key}` }));
+    table([t("rank"), t("operation"), `${t("begins")}, ${unit}`, `${t("ends")}, ${unit}`, `${t("waits")}, ${unit}`, t("for"), t("critical path"), t("takes turns with")], rows.slice(0, MOST_OPERATIONS), { id: `ops-${key}` }));
 }

@@ -18,7 +18,9 @@ function bytesText(n) {
   return (unit ? value.toPrecision(3) : String(value)) + " " + UNITS[unit];
 }
 
-const whole = (n) => (n === null || n === undefined ? "–" : Number(n).toLocaleString("en-US"));
+// Made once: `toLocaleString` makes one at each call.
+const COUNT = new Intl.NumberFormat("en-US");
+const whole = (n) => (n === null || n === undefined ? "–" : COUNT.format(n));
 
 // A measured number with six digits.
 function number(x) {
@@ -29,6 +31,9 @@ function number(x) {
   const size = Math.abs(x);
   return size >= 1e6 || size < 1e-4 ? x.toExponential(4) : String(Number(x.toPrecision(6)));
 }
+
+// Seconds since 1970, in UTC; a run may tell anything.
+const clockText = (s) => (typeof s === "number" && Math.abs(s) < 1e11 ? new Date(s * 1000).toISOString().slice(0, 19) + "Z" : "–");
 
 const percent = (x) => (100 * x).toFixed(1) + " %";
 const seconds = (s) => (typeof s !== "number" ? "–" : s < 1 ? (s * 1000).toPrecision(3) + " ms" : Number(s.toPrecision(4)) + " s");
@@ -42,6 +47,18 @@ function spans(numbers) {
     else out.push([n, n]);
   }
   return out.map(([a, b]) => (a === b ? `${a}` : b === a + 1 ? `${a}, ${b}` : `${a}–${b}`)).join(", ");
+}
+
+// The last index below n for which something holds, where it holds for all before that; 0 if for none.
+function lastWhere(n, holds) {
+  let low = 0;
+  let high = n - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (holds(middle)) low = middle;
+    else high = middle - 1;
+  }
+  return low;
 }
 
 // Little-endian numbers from base64; the plain loop is for browsers without `fromBase64`.

@@ -1,0 +1,156 @@
+"""Pages of runs with --moe-overlap, --offload and --elastic in a real browser."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.core.pipeline.order import together
+from megalite.core.pipeline.schedule import build_schedule
+from megalite.extras.view.page.command import main
+from tests.faults.harness import codes
+from tests.faults.zygote import Zygote
+from tests.unit.extras.view.browser import VIEWS, Seen, elements, manifest, needs_chromium, owned, size
+from tests.unit.extras.view.browser import browser as browser
+
+pytestmark = needs_chromium
+
+MODEL = """
+    --arch llama --num-layers 4 --hidden-size 32 --num-heads 4 --vocab-size 256 --seq-len 16 --mock-data --device cpu
+    --micro-batch-size 1 --train-steps 6 --lr 1e-3 --save-every 6
+"""
+PAIRED = "--num-experts 4 --moe-ffn-size 32 --pp 2 --ep 2 --global-batch-size 12 --moe-overlap --record-schedule 3:6"
+AWAY = "--zero 3 --zero-whole-below 0 --recompute full --offload optimizer+params --global-batch-size 8"
+LANE = 30
+
+
+def page_of(zygote: Zygote, browser: Any, folder: Path, flags: str, world: int) -> tuple[Path, Seen]:
+    run, html = folder / "run", folder / "run.html"
+    arguments = [*MODEL.split(), *flags.split(), "--run-dir", str(run)]
+    assert codes(zygote.start(arguments, world, folder).end()) == [0] * world
+    main([str(run), "--html", str(html)])
+    return run, Seen(browser, html.as_uri(), viewport={"width": 1200, "height": 900})
+
+
+def check_all_views(it: Seen) -> None:
+    for view in VIEWS:
+        it.open(view)
+        assert not {"undefined", "NaN", "[object"} & set(re.split(r"\s", it.page.inner_text("main"))), view
+    assert (it.said, len(it.asked)) == ([], 1)
+    it.context.close()
+
+
+def test_pairs_and_what_the_pointer_finds(browser: Any, zygote: Zygote, tmp_path: Path) -> None:
+    """Each operation of the table lies where the pointer finds it, at any zoom; those of a pair above each other."""
+    _, it = page_of(zygote, browser, tmp_path, PAIRED, 4)
+    it.open("schedule")
+    it.page.wait_for_function("() => window.megalite.drawn('schedule').lanes.every(n => n > 0)")
+    assert "1f1b-overlap" in it.page.inner_text("main")
+    programs = build_schedule("1f1b-overlap", 2, 1, 6).programs
+    pairs = [[a.kind + str(a.microbatch) for a in op] for p in programs for op in together(p) if len(op) == 2]
+    for number, key in enumerate(("measured", "planned")):
+        rows = it.rows(f"ops-{key}")
+        beside = [[row[1], row[7]] for row in rows if row[7] != "–" and row[1][0] == "F"]
+        assert beside == pairs, key
+        canvas = it.page.locator("canvas").nth(number)
+        for _ in range(2):
+            canvas.scroll_into_view_if_needed()
+            box, shown = canvas.bounding_box(), it.page.evaluate("window.megalite.drawn('schedule')")
+            assert box is not None
+            for rank, label, begin, end, *_, other in random.Random(1).sample(rows, 12):
+                middle = (float(begin.replace(",", "")) + float(end.replace(",", ""))) / 2
+                if not shown["from"] <= middle <= shown["to"]:
+                    continue
+                lane, half = int(rank[2:]), 0.5 if other == "–" else 0.35 if label[0] == "F" else 0.65
+                x = (middle - shown["from"]) / (shown["to"] - shown["from"]) * box["width"]
+                it.page.mouse.move(box["x"] + x, box["y"] + LANE * (lane + half))
+                told = it.page.inner_text("#operation")
+                assert told.startswith(f"{rank}, {label}: "), (key, label)
+                assert (f"It takes turns with {other}." in told) == (other != "–")
+            it.page.get_by_role("button", name="zoom in").click()
+        it.page.get_by_role("button", name="Whole step").click()
+    # A wait is drawn before the operation that waits, and tells of it.
+    rank, label, begin, _, wait, maker, *_ = max(
+        (row for row in it.rows("ops-measured") if row[1] != "F0"), key=lambda row: float(row[4].replace(",", ""))
+    )
+    start, waited = (float(text.replace(",", "")) for text in (begin, wait))
+    canvas = it.page.locator("canvas").first
+    canvas.scroll_into_view_if_needed()
+    box, shown = canvas.bounding_box(), it.page.evaluate("window.megalite.drawn('schedule')")
+    assert box is not None
+    x = (start - waited / 2) / (shown["to"] - shown["from"]) * box["width"]
+    it.page.mouse.move(box["x"] + x, box["y"] + LANE * (int(rank[2:]) + 0.5))
+    assert it.page.inner_text("#operation").startswith(f"{rank}, {label}: ")
+    assert f"ms for {maker}." in it.page.inner_text("#operation")
+    check_all_views(it)
+
+
+def test_what_savings_change_and_what_travels(browser: Any, zygote: Zygote, tmp_path: Path) -> None:
+    run, it = page_of(zygote, browser, tmp_path, AWAY, 2)
+    it.open("grid")
+    held: dict[str, list[float]] = {}
+    for zero in range(4):
+        it.select("Shown at", str(zero))
+        held[str(zero)] = [size(text) for text in re.findall(r"[\d.,]+ k?B", it.page.inner_text("#held"))]
+    it.open("memory")
+    rows = {(row[0], row[1].removesuffix(" (this run)")): row for row in it.rows("savings")}
+    own = {key for key, row in rows.items() if row[1].endswith("(this run)")}
+    assert own == {("zero", "3"), ("recompute", "full"), ("offload", "optimizer+params")}
+    # A rank's masters and moments, of what it wrote: 12 bytes for each element of its share.
+    n = sum(owned(run, "exp_avg", name).get(0, 0) for name in manifest(run)["tensors"]["exp_avg"])
+    before, away, all_away = (rows["offload", value] for value in ("none", "optimizer", "optimizer+params"))
+    # fp32 weights are the masters while they are on the device.
+    assert size(before[4]) == pytest.approx(8 * n, rel=0.02)
+    assert (size(away[4]), size(away[6])) == (0, pytest.approx(12 * n, rel=0.02))
+    assert size(before[2]) - size(all_away[2]) == pytest.approx(size(all_away[6]) - size(away[6]), rel=0.02)
+    assert size(before[7]) > size(away[7]) > size(all_away[7])
+    inputs = rows["offload", "activations"]
+    assert size(inputs[5]) < size(before[5])
+    assert size(inputs[6]) > 0
+    # ZeRO needs other options than these with some values, which its row says.
+    assert {key for key, row in rows.items() if len(row) == 3} == {("zero", "0"), ("zero", "1"), ("zero", "2")}
+    # Gradients of the share down, its weights up; of 4 micro-batches of 16 tokens the inputs of all blocks.
+    travel = {row[0]: [size(text) for text in row[1:]] for row in it.rows("travel")}
+    assert travel["optimizer"] == [pytest.approx(4 * n, rel=0.02)] * 2
+    assert travel["activations"] == [pytest.approx(4 * 4 * 16 * 32 * 4, rel=0.005)] * 2
+    assert held["3"][0] == pytest.approx(4 * n, rel=0.02)
+    check_all_views(it)
+
+
+def test_a_run_on_fewer_replicas(browser: Any, zygote: Zygote, tmp_path: Path) -> None:
+    """As --elastic leaves it: the layout is that of the newest size, and a curve says how many ranks a step had."""
+    run, html = tmp_path / "run", tmp_path / "run.html"
+    flags = [*MODEL.split(), "--global-batch-size", "8", "--run-dir", str(run)]
+    assert codes(zygote.start(flags, 3, tmp_path).end()) == [0] * 3
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if "event" not in line:
+            line["ranks"] = 4 if line["step"] <= 2 else 3
+        elif line["event"] == "start":
+            line["ranks"] = 4
+    at = next(i for i, line in enumerate(lines) if line.get("step") == 3 and "event" not in line)
+    told = {"round": 1, "from": 4, "to": 3, "reserve": 0, "cause": "host b is lost", "bytes": 9, "seconds": 2.5}
+    lines.insert(at, {"event": "resize", "step": 2, **told})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    main([str(run), "--html", str(html)])
+    it = Seen(browser, html.as_uri())
+    assert "3 ranks" in it.page.inner_text("header")
+    it.select("Another curve", "ranks")
+    assert [it.value("ranks", step) for step in range(1, 7)] == [4, 4, 3, 3, 3, 3]
+    it.page.click("summary >> nth=0")
+    (row,) = [row for row in it.rows("events") if row[2] == "N resize"]
+    assert {"from 4", "to 3", "cause host b is lost"} <= set(row[4].split(", "))
+    it.open("grid")
+    assert it.page.locator("[data-rank]").count() == 3
+    # What each of the three owns is what it wrote: shares of a size that need not divide the parameters.
+    for rank in range(3):
+        it.page.click(f'[data-rank="{rank}"]')
+        for row in it.rows("params"):
+            assert elements(row[5]) == owned(run, "exp_avg", row[0]).get(rank, 0), (rank, row[0])
+    check_all_views(it)

@@ -1,0 +1,73 @@
+"""The schedule of the page: pairs of `--moe-overlap`, whose two passes take turns and are measured as one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.core.mesh.grid import Grid
+from megalite.core.parts.schedules.simulate import simulate
+from megalite.core.pipeline.order import together
+from megalite.core.pipeline.schedule import Costs, build_schedule
+from megalite.extras.compat.dialect import DIALECT
+from megalite.extras.view.page.timing import collect_schedule
+from megalite.runtime.options import cli
+
+FLAGS = "--num-layers 4 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu --pp 2"
+START, END, WAIT, CRITICAL, BESIDE = 4, 5, 6, 7, 9
+
+
+def record(run: Path, name: str, vp: int, costs: Costs) -> float:
+    """Write what `--record-schedule` would, had the plan come true: of a pair the backward pass takes no time.
+
+    Returns:
+        Milliseconds that the step takes.
+    """
+    schedule = build_schedule(name, 2, vp, 8)
+    plan = simulate(schedule, costs)
+    times = {str(event.op): (event.start, event.finish) for event in (*plan.compute, *plan.transfers)}
+    (run / "schedule").mkdir(parents=True)
+    for rank, program in enumerate(schedule.programs):
+        rows: list[list[Any]] = []
+        for op, *beside in together(program):
+            begun, done = times.get(str(op), (0.0, 0.0))
+            if beside:
+                done = times[str(beside[0])][1]
+            rows.append([str(op), begun / 1e3, begun / 1e3, done / 1e3])
+            rows += [[str(other), done / 1e3, done / 1e3, done / 1e3] for other in beside]
+        head = {"schedule": name, "pp": 2, "vp": vp, "num_microbatches": 8, "pipeline_rank": rank, "device": "cpu"}
+        lines = [head, {"step": 3, "ops": rows}]
+        (run / f"schedule/pipeline_rank_{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return plan.makespan
+
+
+@pytest.mark.parametrize(("name", "vp"), [("1f1b-overlap", 1), ("interleaved-overlap", 2), ("1f1b", 1)])
+def test_a_pair_has_one_place_and_both_of_its_passes(tmp_path: Path, name: str, vp: int) -> None:
+    whole = record(tmp_path, name, vp, Costs(forward=2.0, input_grad=3.0, weight_grad=1.0))
+    cfg = cli.parse([*FLAGS.split(), "--vp", str(vp)], world=2, dialect=DIALECT).config
+    told = collect_schedule(tmp_path, cfg, Grid.from_config(cfg.parallel, 2))
+    for key in ("planned", "measured"):
+        step = told[key]
+        assert step["makespan"] == pytest.approx(whole), key
+        for lane in step["ops"]:
+            by_label = {op[0]: op for op in lane}
+            pairs = [op for op in lane if op[BESIDE]]
+            # After its warm-up a rank runs each forward pass beside a backward pass.
+            assert bool(pairs) == name.endswith("overlap")
+            for op in pairs:
+                other = by_label[op[BESIDE]]
+                assert other[BESIDE] == op[0]
+                assert {op[1], other[1]} == {"F", "B"}
+                assert op[START : END + 1] == other[START : END + 1]
+                assert op[CRITICAL] == other[CRITICAL]
+                assert op[END] - op[START] == pytest.approx(6)
+            alone = {op[1]: op[END] - op[START] for op in lane if not op[BESIDE]}
+            assert alone == {"F": pytest.approx(2), "B": pytest.approx(4)}
+        # A chain from the beginning to the end of the step, without a gap: messages take no time here.
+        chain = sorted({(op[START], op[END]) for lane in step["ops"] for op in lane if op[CRITICAL]})
+        assert chain[0][0] == 0
+        assert chain[-1][1] == pytest.approx(whole)
+        assert all(later[0] == pytest.approx(earlier[1]) for earlier, later in zip(chain, chain[1:]))
