@@ -17,14 +17,23 @@ def main(argv: Sequence[str]) -> None:
     """Print, and draw, what changes with the width."""
     parser = ToolParser(prog="megalite mup", description="Check that settings carry over from width to width.")
     parser.add_argument(
-        "what", choices=("check", "sweep"), help="activations after four steps, or losses by learning rate"
+        "what",
+        choices=("check", "sweep"),
+        metavar="{check,sweep}",
+        help="activations after four steps, or losses by learning rate",
     )
     parser.add_argument("--optimizer", default="adamw", help="one that muP supports (adamw)")
     parser.add_argument(
-        "--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="hidden sizes, base width first"
+        "--widths",
+        type=int,
+        nargs="+",
+        default=[64, 128, 256, 512],
+        help="hidden sizes, base width first (64 128 256 512)",
     )
     parser.add_argument("--steps", type=int, default=200, help="sweep: steps of each run (200)")
-    parser.add_argument("--rates", type=int, nargs=2, default=(-13, -5), metavar="K", help="sweep: from 2^K to 2^K")
+    parser.add_argument(
+        "--rates", type=int, nargs=2, default=(-13, -5), metavar="K", help="sweep: from 2^K to 2^K (-13 -5)"
+    )
     parser.add_argument("--png", type=Path, help="picture to write (.png, .svg or .pdf)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args(argv)
