@@ -37,8 +37,9 @@ class ToolParser(argparse.ArgumentParser):
 def run_tool(main: Callable[[], int | None]) -> None:
     """Run a command-line tool's `main` and end the process.
 
-    A `UserError` prints one `error:` line and exits with 2, a `ToolError` or a full or failing disk likewise with 1,
-    Ctrl-C with 130. A crash (SIGBUS, SIGSEGV) prints the stack. A closed pipe (`| head`) ends the process quietly.
+    A `UserError`, or a path without permission, prints one `error:` line and exits with 2, a `ToolError` or a full or
+    failing disk likewise with 1, Ctrl-C with 130. A crash (SIGBUS, SIGSEGV) prints the stack. A closed pipe (`| head`)
+    ends the process quietly.
     """
     code: int | str | None
     if not faulthandler.is_enabled():
@@ -65,6 +66,10 @@ def run_tool(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:
         _exit_without_reader()
     except OSError as e:
+        if isinstance(e, PermissionError) and e.filename:
+            mistake = UserError(str(e.filename), f"{e.strerror}", "have its owner permit it, or name another path")
+            print(f"error: {mistake}", file=sys.stderr)
+            sys.exit(2)
         if e.errno not in _DISK_ERRORS:
             raise
         where = f"{e.filename}: " if e.filename else ""

@@ -92,10 +92,13 @@ class Source(NamedTuple):
 def check_folders(cfg: Config) -> None:
     """Refuse to train beside, or resume from, checkpoints of Megatron-LM: they would be ignored silently."""
     run_dir = cfg.run.folder
-    if not step_folders(checkpoints_folder(run_dir)):
-        refuse_megatron(run_dir, f"--run-dir {run_dir}")
-    if cfg.run.resume not in ("latest", "never") and not is_url(cfg.run.resume):
-        refuse_megatron(Path(cfg.run.resume), f"--resume {cfg.run.resume}")
+    try:
+        if not step_folders(checkpoints_folder(run_dir)):
+            refuse_megatron(run_dir, f"--run-dir {run_dir}")
+        if cfg.run.resume not in ("latest", "never") and not is_url(cfg.run.resume):
+            refuse_megatron(Path(cfg.run.resume), f"--resume {cfg.run.resume}")
+    except PermissionError as e:
+        raise UserError(f"{e.filename}", f"{e.strerror}", "have its owner permit it, or name another path") from None
 
 
 def choose_checkpoint(engine: Engine[Config], mirror: Mirror | None) -> Source | None:
