@@ -15,6 +15,7 @@ from megalite.core.base.errors import UserError, printable
 from megalite.core.base.redact import mask, mask_tracebacks
 from megalite.core.options.names import suggest
 from megalite.runtime.base.child import allow_many_files
+from megalite.runtime.base.permitted import permitted
 
 # Disk errors that the user of a tool can fix.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -48,7 +49,8 @@ def run_tool(main: Callable[[], int | None]) -> None:
     mask_tracebacks()
     try:
         try:
-            code = main() or 0
+            with permitted():
+                code = main() or 0
         except SystemExit as e:  # --help
             code = e.code
         sys.stdout.flush()
@@ -66,10 +68,6 @@ def run_tool(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:
         _exit_without_reader()
     except OSError as e:
-        if isinstance(e, PermissionError) and e.filename:
-            mistake = UserError(str(e.filename), f"{e.strerror}", "have its owner permit it, or name another path")
-            print(f"error: {mistake}", file=sys.stderr)
-            sys.exit(2)
         if e.errno not in _DISK_ERRORS:
             raise
         where = f"{e.filename}: " if e.filename else ""

@@ -20,6 +20,7 @@ from megalite.core.options.model import ModelConfig
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.rates import full_batch, rates_at
 from megalite.core.options.train import TrainConfig
+from megalite.runtime.base.permitted import permitted
 from megalite.runtime.base.urls import is_url
 from megalite.runtime.checkpoint.hf.config import TRAINING_ONLY
 from megalite.runtime.checkpoint.load import Verified, find_good, load_checkpoint, model_config, verify_together
@@ -89,16 +90,14 @@ class Source(NamedTuple):
         return {**saved, **data, **step}
 
 
+@permitted()
 def check_folders(cfg: Config) -> None:
     """Refuse to train beside, or resume from, checkpoints of Megatron-LM: they would be ignored silently."""
     run_dir = cfg.run.folder
-    try:
-        if not step_folders(checkpoints_folder(run_dir)):
-            refuse_megatron(run_dir, f"--run-dir {run_dir}")
-        if cfg.run.resume not in ("latest", "never") and not is_url(cfg.run.resume):
-            refuse_megatron(Path(cfg.run.resume), f"--resume {cfg.run.resume}")
-    except PermissionError as e:
-        raise UserError(f"{e.filename}", f"{e.strerror}", "have its owner permit it, or name another path") from None
+    if not step_folders(checkpoints_folder(run_dir)):
+        refuse_megatron(run_dir, f"--run-dir {run_dir}")
+    if cfg.run.resume not in ("latest", "never") and not is_url(cfg.run.resume):
+        refuse_megatron(Path(cfg.run.resume), f"--resume {cfg.run.resume}")
 
 
 def choose_checkpoint(engine: Engine[Config], mirror: Mirror | None) -> Source | None:
