@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,12 @@ from megalite.runtime.options.run import Config
 from megalite.runtime.start.inputs import open_data, resolve_vocabulary
 from megalite.runtime.start.resume import check_folders
 
-OPENERS = {
+OPENERS: dict[str, Callable[[Config], object]] = {
     "--run-dir": check_folders,
     "--resume": check_folders,
     "--tokenizer": resolve_vocabulary,
     "--data": lambda cfg: open_data(cfg, None),
-    "--init-from-hf": lambda cfg: hf_model_config(cfg.run.init_from_hf),
+    "--init-from-hf": lambda cfg: hf_model_config(str(cfg.run.init_from_hf)),
 }
 
 
