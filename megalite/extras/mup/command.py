@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.core.base.errors import in_range, require
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
 
@@ -37,6 +38,11 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--png", type=Path, help="picture to write (.png, .svg or .pdf)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args(argv)
+    in_range(args, "steps", 1, 10**6)
+    first, last = args.rates
+    require(first <= last, f"--rates {first} {last}", "must be exponents, the lower one first", "write --rates -13 -5")
+    several, given = len(set(args.widths)) > 1, " ".join(map(str, args.widths))
+    require(several or args.what == "sweep", f"--widths {given}", "one width has no slope", "give --widths 64 128 256")
     bases = dict(zip(CASES, (args.widths[0], None)))
     if args.what == "check":
         from megalite.extras.mup.coordinates import measure, slopes  # with torch
