@@ -15,6 +15,7 @@ from megalite.core.base.errors import UserError, printable
 from megalite.core.base.redact import mask, mask_tracebacks
 from megalite.core.options.names import suggest
 from megalite.runtime.base.child import allow_many_files
+from megalite.runtime.base.permitted import permitted
 
 # Disk errors that the user of a tool can fix.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -37,8 +38,9 @@ class ToolParser(argparse.ArgumentParser):
 def run_tool(main: Callable[[], int | None]) -> None:
     """Run a command-line tool's `main` and end the process.
 
-    A `UserError` prints one `error:` line and exits with 2, a `ToolError` or a full or failing disk likewise with 1,
-    Ctrl-C with 130. A crash (SIGBUS, SIGSEGV) prints the stack. A closed pipe (`| head`) ends the process quietly.
+    A `UserError`, or a path without permission, prints one `error:` line and exits with 2, a `ToolError` or a full or
+    failing disk likewise with 1, Ctrl-C with 130. A crash (SIGBUS, SIGSEGV) prints the stack. A closed pipe (`| head`)
+    ends the process quietly.
     """
     code: int | str | None
     if not faulthandler.is_enabled():
@@ -47,7 +49,8 @@ def run_tool(main: Callable[[], int | None]) -> None:
     mask_tracebacks()
     try:
         try:
-            code = main() or 0
+            with permitted():
+                code = main() or 0
         except SystemExit as e:  # --help
             code = e.code
         sys.stdout.flush()

@@ -101,7 +101,7 @@ offload is all or nothing, of one kind of state -> use --offload optimizer, or -
     remote-device use-pin-memory checkpoint-in-cpu fine-grained-* offload-modules
 megalite has no DeepSpeed engine -> drop it; --deepspeed-config FILE reads its file
     deepspeed*
-the launcher says it by LOCAL_RANK, which differs -> drop it, or start the ranks with torchrun
+the launcher says it by LOCAL_RANK, which differs or is not set -> drop it, or start the ranks with torchrun
     local-rank=$LOCAL_RANK|-1
 a layer specification in Python cannot be read -> describe the model with the options in --help all
     spec yaml-cfg

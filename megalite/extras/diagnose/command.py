@@ -20,7 +20,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the planned run (default 1)")
     p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default 1); dp = world size / (tp x pp)")
-    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    p.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs, if any (default auto)"
+    )
     p.add_argument("--run-dir", type=Path, help="also check that all ranks share this directory")
     p.add_argument("--size-mb", type=float, help="megabytes of a large message (default: 256 on GPUs, 4 on CPUs)")
     p.add_argument(
@@ -35,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         const=10.0,
         default=0.0,
         metavar="SECONDS",
-        help="also multiply matrices on every GPU and compare all results (default 10 s)",
+        help="also multiply matrices on every GPU and compare all results (default: not; without a number 10 s)",
     )
     p.add_argument(
         "--timeout",

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from megalite.core.base.errors import UserError
+from megalite.core.base.errors import UserError, require
 from megalite.core.mesh.grid import Grid
 from megalite.core.options.parallel import ParallelConfig
 from megalite.extras.compat.dialect import DIALECT
@@ -72,14 +72,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--steps", type=int, default=20, help="steps of each run (default 20)")
     p.add_argument("--warmup", type=int, default=5, help="number of first steps to leave out (default 5)")
-    p.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder for runs, table, JSON and PNG")
+    p.add_argument(
+        "--out", type=Path, default=Path("runs/scaling"), help="for runs, table, JSON and PNG (default runs/scaling)"
+    )
     p.add_argument("run", nargs="*", metavar="-- FLAG", help="flags of pretrain_gpt.py, the same for every run")
     return p
 
 
 def main(argv: Sequence[str]) -> None:
     """Make all runs, one after another, then write scaling.txt, scaling.json and scaling.png."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        require("--" in argv, unknown[0], f"is not a flag of {parser.prog}", "write -- before those of pretrain_gpt.py")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.warmup < 0 or args.steps - args.warmup < _FEWEST_MEASURED:
         raise UserError(
             f"--warmup {args.warmup} --steps {args.steps}",

@@ -20,6 +20,9 @@ _LM_EVAL = """Run tasks of EleutherAI's lm-eval on a run or an export, in the ru
 Requires pip install 'megalite[lm-eval]'. The tasks' data are downloaded unless they are local files.
 """
 
+_DEVICE = "auto: a GPU, if there is one (default auto)"
+_SEED = "same seed, same text; the n-th sample has seed + n - 1 (default 0)"
+
 
 def _generate_parser() -> ToolParser:
     parser = ToolParser(prog="megalite generate", description="Generate text with a trained model.")
@@ -35,9 +38,9 @@ def _generate_parser() -> ToolParser:
     top_p = "sample from the most likely tokens that together have this probability (default 1: all)"
     parser.add_argument("--top-p", type=float, default=1.0, help=top_p)
     parser.add_argument("--num-samples", type=int, default=1, help="texts to generate (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same text; the n-th sample has seed + n - 1")
+    parser.add_argument("--seed", type=int, default=0, help=_SEED)
     parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help=_DEVICE)
     chat = "talk: each line of input is a turn, answered as the chat template has it; --prompt is the only turn"
     parser.add_argument("--chat", action="store_true", help=chat)
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the system turn")
@@ -72,7 +75,7 @@ def generate(argv: Sequence[str]) -> None:
 
     model = load_model(args.path, pick_device(args.device), args.tokenizer)
     if model.tokenizer is None:
-        raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
+        raise UserError(f"{args.path}", "records no tokenizer that still exists", "pass --tokenizer")
     if args.chat:
         from megalite.extras.inference.conversation import begin, talk
         from megalite.extras.inference.generate import Sampling
@@ -109,7 +112,7 @@ def evaluate(argv: Sequence[str]) -> None:
     parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
     parser.add_argument("--max-tokens", type=int, default=1_000_000, help="most tokens of a source (default 1,000,000)")
     parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help=_DEVICE)
     args = parser.parse_args(argv)
     in_range(args, "max_tokens", 2, 10**12)
     in_range(args, "eval_limit", 0, 10**12)
@@ -124,7 +127,7 @@ def evaluate(argv: Sequence[str]) -> None:
 
     model = load_model(args.path, pick_device(args.device), args.tokenizer)
     if model.tokenizer is None and (args.text or args.eval_tasks):
-        raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
+        raise UserError(f"{args.path}", "records no tokenizer that still exists", "pass --tokenizer")
     if model.tokenizer is None:
         logger.warning(f"the tokenizer of {args.path} is unknown: whether it made the data is not checked")
     elif args.data:
@@ -173,6 +176,6 @@ def lm_eval_parser() -> ToolParser:
     parser.add_argument("--bos", action="store_true", help=bos)
     parser.add_argument("--seed", type=int, default=0, help="of sampled text (default 0)")
     parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help=_DEVICE)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     return parser

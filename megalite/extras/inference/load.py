@@ -102,7 +102,7 @@ class Weights:
             UserError: it is unknown, is not the one used in training, or has ids outside the model's vocabulary.
         """
         if self.tokenizer is None:
-            raise UserError(f"{self.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
+            raise UserError(f"{self.path}", "records no tokenizer that still exists", "pass --tokenizer")
         tokenizer = load_tokenizer(self.tokenizer)
         what, remedy = f"tokenizer {tokenizer.path}", "use the tokenizer that the model was trained with"
         if self.tokenizer_sha256 not in (None, tokenizer.sha256):

@@ -50,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="megalite launch", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     both = parser.add_argument_group("in both modes")
-    both.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable on every host")
+    both.add_argument(
+        "--env", action="append", default=[], metavar="K=V", help="set a variable on every host; repeatable"
+    )
     both.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="restart all hosts after a failure, up to N times (0)"
     )

@@ -31,16 +31,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the option groups of --emit. All defaults are None, so that an option in the wrong place is detected."""
     emit = parser.add_argument_group("for a scheduler")
     emit.add_argument("--emit", choices=("slurm", "k8s"), help="print a batch script or manifest; run nothing")
-    emit.add_argument("--nodes", type=int, metavar="N")
+    emit.add_argument("--nodes", type=int, metavar="N", help="number of nodes")
     emit.add_argument("--slots", type=int, metavar="S", help="ranks per node (= GPUs, unless --device cpu)")
     emit.add_argument("--name", help="name of the job (megalite)")
     emit.add_argument("--image", help="container image (slurm: through Pyxis)")
     emit.add_argument("--cpus", type=int, metavar="N", help="cores per node")
     emit.add_argument("--memory", metavar="SIZE", help="memory per node, as the scheduler writes it (slurm: --mem)")
     slurm = parser.add_argument_group("for Slurm")
-    slurm.add_argument("--time-limit", metavar="T", help="--time")
-    slurm.add_argument("--partition", metavar="NAME")
-    slurm.add_argument("--account", metavar="NAME")
+    slurm.add_argument("--time-limit", metavar="T", help="--time, as D-HH:MM:SS (that of the partition)")
+    slurm.add_argument("--partition", metavar="NAME", help="--partition (the cluster's)")
+    slurm.add_argument("--account", metavar="NAME", help="--account (yours)")
     slurm.add_argument(
         "--mount", action="append", metavar="SRC:DST", help="with --image: mount this too (DIR always is); repeatable"
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.core.base.errors import in_range, require
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
 
@@ -17,17 +18,31 @@ def main(argv: Sequence[str]) -> None:
     """Print, and draw, what changes with the width."""
     parser = ToolParser(prog="megalite mup", description="Check that settings carry over from width to width.")
     parser.add_argument(
-        "what", choices=("check", "sweep"), help="activations after four steps, or losses by learning rate"
+        "what",
+        choices=("check", "sweep"),
+        metavar="{check,sweep}",
+        help="activations after four steps, or losses by learning rate",
     )
     parser.add_argument("--optimizer", default="adamw", help="one that muP supports (adamw)")
     parser.add_argument(
-        "--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="hidden sizes, base width first"
+        "--widths",
+        type=int,
+        nargs="+",
+        default=[64, 128, 256, 512],
+        help="hidden sizes, base width first (64 128 256 512)",
     )
     parser.add_argument("--steps", type=int, default=200, help="sweep: steps of each run (200)")
-    parser.add_argument("--rates", type=int, nargs=2, default=(-13, -5), metavar="K", help="sweep: from 2^K to 2^K")
+    parser.add_argument(
+        "--rates", type=int, nargs=2, default=(-13, -5), metavar="K", help="sweep: from 2^K to 2^K (-13 -5)"
+    )
     parser.add_argument("--png", type=Path, help="picture to write (.png, .svg or .pdf)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args(argv)
+    in_range(args, "steps", 1, 10**6)
+    first, last = args.rates
+    require(first <= last, f"--rates {first} {last}", "must be exponents, the lower one first", "write --rates -13 -5")
+    several, given = len(set(args.widths)) > 1, " ".join(map(str, args.widths))
+    require(several or args.what == "sweep", f"--widths {given}", "one width has no slope", "give --widths 64 128 256")
     bases = dict(zip(CASES, (args.widths[0], None)))
     if args.what == "check":
         from megalite.extras.mup.coordinates import measure, slopes  # with torch

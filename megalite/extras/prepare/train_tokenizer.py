@@ -120,9 +120,15 @@ def _train(
             raise input_errors[0] from None
         if "[!sentences_.empty()]" in str(e):
             raise UserError(f"--input {' '.join(inputs)}", "contains no text", "check the files and --key") from None
-        remedy = "choose a vocabulary size that fits the text, or use more text"
         reason = re.sub(r"^\w+: \S+\(\d+\) \[.*\] ", "", str(e)).rstrip(".")  # without its C++ file, line and condition
-        raise UserError(f"--vocab-size {vocab_size}", f"sentencepiece rejects it ({reason})", remedy) from e
+        remedy = "choose a vocabulary size that fits the text, or use more text"
+        # Its own remedies are options that are not here.
+        if most := re.search(r"value <= (\d+)", reason):
+            remedy = f"give {most[1]} or less, or more text"
+        elif fewest := re.search(r"required_chars\. \d+ vs (\d+)", reason):
+            remedy = f"give {fewest[1]} or more"
+        rule = f"sentencepiece rejects it ({reason.split('. ')[0]})"
+        raise UserError(f"--vocab-size {vocab_size}", rule, remedy) from e
     return model.getvalue()
 
 

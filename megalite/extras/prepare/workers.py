@@ -43,7 +43,12 @@ class Workers:
         for _ in range(number):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, tokenizer_path, make_encoder), daemon=True)
-            process.start()
+            # The worker inherits the mask, so that Ctrl-C does not end it, with a traceback, while it starts.
+            previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, previous)
             theirs.close()
             self.processes.append(process)
             self.idle.append(ours)

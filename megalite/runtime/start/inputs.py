@@ -9,6 +9,7 @@ from megalite.core.base.errors import UserError, require
 from megalite.core.mesh.rendezvous import local_world_size
 from megalite.core.options.names import dashed
 from megalite.runtime.base.child import num_cores
+from megalite.runtime.base.permitted import permitted
 from megalite.runtime.data import (
     Dataset,
     Datasets,
@@ -43,6 +44,7 @@ def identity_of(datasets: Datasets, tokenizer: Tokenizer | None, tasks: str = ""
     return "; ".join([datasets.identity(), tokenizer.identity if tokenizer else "", tasks])
 
 
+@permitted()
 def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tokenizer | None]:
     """Resolve the vocabulary size from the tokenizer or the data's description, unless given; load the tokenizer."""
     bring_data(cfg)
@@ -129,6 +131,7 @@ def bring_data(cfg: Config) -> None:
         bring_tree(d.tokenizer, cache)
 
 
+@permitted()
 def open_data(
     cfg: Config,
     tokenizer: Tokenizer | None,

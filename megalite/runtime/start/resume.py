@@ -20,6 +20,7 @@ from megalite.core.options.model import ModelConfig
 from megalite.core.options.optim import OptimConfig
 from megalite.core.options.rates import full_batch, rates_at
 from megalite.core.options.train import TrainConfig
+from megalite.runtime.base.permitted import permitted
 from megalite.runtime.base.urls import is_url
 from megalite.runtime.checkpoint.hf.config import TRAINING_ONLY
 from megalite.runtime.checkpoint.load import Verified, find_good, load_checkpoint, model_config, verify_together
@@ -89,6 +90,7 @@ class Source(NamedTuple):
         return {**saved, **data, **step}
 
 
+@permitted()
 def check_folders(cfg: Config) -> None:
     """Refuse to train beside, or resume from, checkpoints of Megatron-LM: they would be ignored silently."""
     run_dir = cfg.run.folder

@@ -112,8 +112,9 @@ class Watchdog:
 
     def run(self) -> None:
         """Watch until the rank says goodbye through the pipe, or is gone: the kernel closes it however a rank dies."""
-        # A report of an earlier watchdog of this rank, which was killed.
-        self.file_of(self.rank).unlink(missing_ok=True)
+        # A report of an earlier watchdog of this rank, which was killed. Of a folder that cannot be, the rank says so.
+        with contextlib.suppress(OSError):
+            self.file_of(self.rank).unlink()
         last, effort = Beat.read(self.memory), self.effort(STRICT)
         silent = without_beat = 0.0
         before, parent = time.monotonic(), os.getppid()

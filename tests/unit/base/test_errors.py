@@ -30,6 +30,12 @@ def test_user_error_is_one_line_and_2() -> None:
     assert (done.returncode, done.stderr) == (2, "error: --x 3: must be even; use 4\n")
 
 
+def test_a_file_that_may_not_be_read_is_one_line_and_2() -> None:
+    done = run("raise PermissionError(13, 'Permission denied', 'runs/theirs/manifest.json')")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: runs/theirs/manifest.json: Permission denied")
+
+
 def test_a_rank_whose_errors_are_captured_begins_and_ends() -> None:
     """In a notebook or a test, sys.stderr is no file; stacks and errors go to the process's own."""
     body = "import io, sys; sys.stderr = io.StringIO()\n"

@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,8 +89,12 @@ def test_training_is_reproducible(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("size", "message"), [(100000, "too high"), (100, "smaller than required_chars")])
 def test_a_vocabulary_that_does_not_fit_the_text_is_refused(tmp_path: Path, size: int, message: str) -> None:
     (tmp_path / "t.txt").write_text("some text\n")
-    with pytest.raises(UserError, match=f"--vocab-size {size}: sentencepiece rejects it .Vocabulary size .*{message}"):
+    words = f"--vocab-size {size}: sentencepiece rejects it .Vocabulary size .*{message}"
+    with pytest.raises(UserError, match=words) as refused:
         train_tokenizer([str(tmp_path / "t.txt")], size, tmp_path / "out")
+    fits = re.search(r"give (\d+) or", str(refused.value))
+    assert fits is not None
+    assert train_tokenizer([str(tmp_path / "t.txt")], int(fits[1]), tmp_path / "fits").vocab_size == int(fits[1])
     (tmp_path / "t.txt").write_text("\n")
     with pytest.raises(UserError, match=r"--input [^ ]*t.txt: contains no text; check"):
         train_tokenizer([str(tmp_path / "t.txt")], size, tmp_path / "out")

@@ -147,6 +147,17 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[W
         os.close(file)
 
 
+def test_a_folder_that_cannot_be_is_left_to_the_rank_to_report(watched: tuple[Watchdog, int], tmp_path: Path) -> None:
+    dog, _ = watched
+    (tmp_path / "run").write_text("a file")
+    dog.folder = tmp_path / "run" / "logs"
+    dog.alive, goodbye = os.pipe()
+    os.write(goodbye, b"x")
+    dog.run()
+    os.close(dog.alive)
+    os.close(goodbye)
+
+
 def stop(pid: int) -> None:
     """Returns when the process has stopped."""
     os.kill(pid, signal.SIGSTOP)

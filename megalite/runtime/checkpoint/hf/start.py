@@ -11,12 +11,14 @@ from megalite.core.mesh.agree import agree
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.options.model import ModelConfig
 from megalite.core.sharding import StateTensor
+from megalite.runtime.base.permitted import permitted
 from megalite.runtime.checkpoint.hf.config import TRAINING_ONLY
 from megalite.runtime.checkpoint.hf.source import HFSource
 from megalite.runtime.checkpoint.new_head import NEW_HEAD, gets_new_head, taken_over, tensors_only_in
 from megalite.runtime.places.downloads import bring_tree
 
 
+@permitted()
 def hf_model_config(folder: str | Path, cache_dir: str = "") -> ModelConfig:
     """Return the model of a Hugging Face folder, after checking its files; seq_len is its number of positions.
 

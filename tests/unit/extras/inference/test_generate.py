@@ -172,7 +172,7 @@ def test_the_tools_on_an_imported_checkpoint(
     result = json.loads(told.out)
     assert result["tokens"] == 69
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
-    with pytest.raises(UserError, match=f"^{path}: its run recorded no tokenizer that still exists; pass --tokenizer"):
+    with pytest.raises(UserError, match=f"^{path}: records no tokenizer that still exists; pass --tokenizer"):
         generate_main([str(path), "--prompt", "a", "--device", "cpu"])
     with pytest.raises(UserError, match="holds no manifest.json and no step_"):
         evaluate_main([str(tmp_path), "--data", "x", "--device", "cpu"])

@@ -382,3 +382,11 @@ def test_the_multi_node_example(tmp_path: Path) -> None:
     remote = shlex.split(shlex.split(ran.stdout.splitlines()[1])[-1])
     assert {"NCCL_SOCKET_IFNAME==eth0", "GLOO_SOCKET_IFNAME=eth0"} <= set(remote)
     assert remote[-2:] == ["--data", "my data"]
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["absent"]])
+def test_the_multi_node_example_without_a_hostfile_says_how(words: list[str]) -> None:
+    ran = subprocess.run(["bash", "examples/multi_node/run.sh", *words], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "bash examples/multi_node/run.sh hostfile" in ran.stderr
+    assert "line " not in ran.stderr

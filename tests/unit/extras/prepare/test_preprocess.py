@@ -363,6 +363,18 @@ def test_workers_that_all_finish_before_the_end_of_the_input_is_seen(
     assert [IndexedDataset(tmp_path / "o").document(i)[0] for i in range(4)] == list(b"abcd")
 
 
+def test_ctrl_c_ends_no_worker_that_is_still_starting(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    (chunk,) = read_chunks(tmp_path / "a.txt", "text")
+    workers = Workers(1, "bytes", partial(TextEncoder, key="text"))
+    try:
+        os.kill(workers.processes[0].pid or 0, signal.SIGINT)
+        workers.submit(0, chunk)
+        assert [number for number, _ in workers.collect()] == [0]
+    finally:
+        workers.close()
+
+
 def test_the_tool_prints_its_report_and_no_bar_off_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(jsonl(TEXTS))
     command = [sys.executable, str(TOOL), "--input", "d.jsonl", "--tokenizer", "bytes", "--out", "o", "--workers", "1"]
