@@ -94,7 +94,7 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
         companion = find_companion()
         # Where hosts are lost, two ranks would share a GPU for the last save.
         name = "cpu" if companion.turn.go.on_cpu else cfg.parallel.device
-        device = pick_device(name, cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload, cfg.run.recover)
+        device = pick_device(name, cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload, cfg.run.recover != "none")
         timeout = group_timeout(cfg.run.watchdog_timeout)
         init_process_group(device, timeout, companion.listens)
         rank = dist.get_rank() if grid.world > 1 else env_rank()

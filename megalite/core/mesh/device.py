@@ -14,11 +14,16 @@ from megalite.core.base.log import env_int, logger
 from megalite.core.mesh.rendezvous import under_torchrun
 
 
-def pick_device(name: str, tp: int = 1, zero: int = 1, offload: str = "none", recover: str = "none") -> torch.device:
-    """Choose this rank's device: `auto` takes CUDA where available, one GPU per local rank."""
+def pick_device(name: str, tp: int = 1, zero: int = 1, offload: str = "none", copies: bool = False) -> torch.device:
+    """Choose this rank's device: `auto` takes CUDA where available, one GPU per local rank.
+
+    Args:
+        name: auto, cpu or cuda.
+        tp, zero, offload, copies: see `wants_one_queue`.
+    """
     local_rank = env_int("LOCAL_RANK", 0)
     if name != "cpu":
-        _set_up_cuda(tp, zero, offload, recover)
+        _set_up_cuda(tp, zero, offload, copies)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -38,9 +43,9 @@ def pick_device(name: str, tp: int = 1, zero: int = 1, offload: str = "none", re
     return device
 
 
-def _set_up_cuda(tp: int, zero: int, offload: str, recover: str) -> None:
+def _set_up_cuda(tp: int, zero: int, offload: str, copies: bool) -> None:
     """Set the environment variables that CUDA reads when it starts; those that the user has set stay."""
-    if wants_one_queue(tp, zero, offload, recover):
+    if wants_one_queue(tp, zero, offload, copies):
         # Up to Hopper. One hardware queue: a collective that was launched first also starts before the matrix product
         # it overlaps with.
         if (gpu_capability() or 0) < 10:
@@ -53,11 +58,16 @@ def _set_up_cuda(tp: int, zero: int, offload: str, recover: str) -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def wants_one_queue(tp: int, zero: int, offload: str = "none", recover: str = "none") -> bool:
-    """Whether a GPU up to Hopper is to have one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`)."""
+def wants_one_queue(tp: int, zero: int, offload: str = "none", copies: bool = False) -> bool:
+    """Whether a GPU up to Hopper is to have one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`).
+
+    Args:
+        tp, zero, offload: of the run.
+        copies: whether copies of the state go to the host beside its steps.
+    """
     # It would delay the gathers of ZeRO-3 until the computation before them is done; and where activations or copies
     # of the state go to the host, a copy that waits for the one before it would delay the computation after it.
-    return tp > 1 and zero < 3 and offload != "activations" and recover == "none"
+    return tp > 1 and zero < 3 and offload != "activations" and not copies
 
 
 def lock_pages(memory: torch.Tensor, device: torch.device, what: str) -> bool:

@@ -160,7 +160,7 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
             log=list(log),
             first=first,
             syncs=syncs,
-            one_queue=wants_one_queue(cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload, cfg.run.recover),
+            one_queue=wants_one_queue(cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload, cfg.run.recover != "none"),
         )
 
 

@@ -45,7 +45,7 @@ class Fewest(NamedTuple):
             return f"{name:<12} no number up to {gpus:,} fits and ends within {days:g} days"
         told = self.as_json(tokens)
         names = ("dp", "cp", "tp", "pp", "vp", "ep", "zero", "micro_batch_size", "recompute", "schedule")
-        layout = " ".join(f"{dashed(name)} {told[name]}" for name in names)
+        layout = " ".join(f"{dashed(name)} {told[name]}" for name in names) + " moe-overlap" * told["moe_overlap"]
         return (
             f"{name:<12}{gpus:>6,} GPUs {told['days']:>7.1f} days {told['gpu_hours']:>12,.0f} GPU hours "
             f"{told['mem_gb']:>6.1f} GB  MFU {told['mfu']:5.1%}  {layout}"

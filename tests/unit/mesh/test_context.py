@@ -212,21 +212,21 @@ def test_one_gpu_per_task_is_number_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "zero", "offload", "recover", "queues"),
+    ("tp", "zero", "offload", "copies", "queues"),
     [
-        (2, 1, "none", "none", "1"),
-        (1, 1, "none", "none", None),
-        (2, 3, "none", "none", None),
-        (2, 1, "activations", "none", None),
-        (2, 1, "none", "process", None),
+        (2, 1, "none", False, "1"),
+        (1, 1, "none", False, None),
+        (2, 3, "none", False, None),
+        (2, 1, "activations", False, None),
+        (2, 1, "none", True, None),
     ],
 )
 @pytest.mark.usefixtures("one_gpu")
 def test_what_cuda_reads_at_its_start(
-    monkeypatch: pytest.MonkeyPatch, tp: int, zero: int, offload: str, recover: str, queues: str | None
+    monkeypatch: pytest.MonkeyPatch, tp: int, zero: int, offload: str, copies: bool, queues: str | None
 ) -> None:
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    pick_device("cuda", tp, zero, offload, recover)
+    pick_device("cuda", tp, zero, offload, copies)
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
