@@ -51,6 +51,14 @@ def test_the_fastest_layout_counts_and_not_the_simplest() -> None:
     assert found.cluster.gpus == 2
 
 
+def test_an_answer_with_pairs_names_their_option() -> None:
+    words = "--preset qwen3-30b-a3b --num-layers 2 --global-batch-size 64 --precision bf16 --ep 8 --moe-overlap"
+    cfg = cli.parse(words.split(), world=8).config
+    held = ("tp", "cp", "pp", "vp", "ep", "zero", "moe_overlap", "micro_batch_size", "recompute", "offload")
+    found = fewest(cfg, Cluster.parse("h100:8"), held, 1e9, 100.0)
+    assert found.text(1e9, 100.0).endswith("schedule 1f1b-overlap moe-overlap")
+
+
 @pytest.mark.full
 def test_memory_decides_where_time_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--preset llama-3-70b --global-batch-size 64 --fewest --tokens 1B --days 1000 --cluster h100:64 --json"
