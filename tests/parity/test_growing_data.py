@@ -18,6 +18,7 @@ from megalite.runtime.options import cli
 from megalite.runtime.places.store import Store
 from megalite.runtime.start.growth import Growth
 from megalite.runtime.start.inputs import open_data, resolve_vocabulary
+from tests.conftest import leading_to
 from tests.parity.runs import MODEL, losses, train
 from tests.stores import S3
 from tests.workers import WorkerPool
@@ -53,7 +54,7 @@ def test_files_that_arrive_in_a_store(pool: WorkerPool, s3: S3, tmp_path: Path) 
                 write(disk, name, "text")
                 store.write(name, (disk / name).read_bytes())
             arguments = [*words, *run, "--train-steps", str(steps), "--data-grows"]
-            pool.run(2, train, arguments, 2) if steps == 6 else train(0, arguments, 1)
+            pool.run(2, train_beside, arguments, 2, s3.port) if steps == 6 else train(0, arguments, 1)
         meta = meta_of(Path(run[1]))
         found.append((losses(Path(run[1])), meta["files"], meta["passes"], meta["data_hash"]))
         shutil.rmtree(disk)
@@ -61,6 +62,12 @@ def test_files_that_arrive_in_a_store(pool: WorkerPool, s3: S3, tmp_path: Path) 
             store.delete(["2026/a.jsonl", "2026/b.jsonl", "2027/c.jsonl", "2027/d/e.jsonl"])
     assert found[0] == found[1]
     assert found[0][1] == [["2026/b.jsonl", "2027/c.jsonl", "2027/d/e.jsonl"]]
+
+
+def train_beside(rank: int, arguments: list[str], world: int, port: int) -> tuple[list[Any], str]:
+    """Train in an environment that leads to a store; the workers' may be older."""
+    with leading_to(port):
+        return train(rank, arguments, world)
 
 
 def test_a_file_that_only_some_ranks_have_found_waits(pool: WorkerPool, tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from statistics import median
+from typing import TYPE_CHECKING
 
 from megalite.core.base.log import logger
-from megalite.core.mesh.collectives import gather_texts
-from megalite.core.mesh.context import ParallelContext
+
+if TYPE_CHECKING:
+    from megalite.core.mesh.context import ParallelContext
 
 # The first copies have memory to allocate and to page-lock; then every other step has one, for so many steps.
 _WARM, _MEASURED = 4, 12
@@ -48,6 +50,8 @@ class Interval:
         if before >= _WARM:
             self._seconds[before % 2 == 0].append(now - self._asked)
         if before == _WARM + _MEASURED - 1:
+            from megalite.core.mesh.collectives import gather_texts  # plans need the rule alone, and no torch
+
             with_copy, without = (median(self._seconds[copied]) for copied in (True, False))
             told = gather_texts(str(with_copy / without - 1), ctx.world, ctx.device)
             added = max(map(float, told))

@@ -55,7 +55,7 @@ def _rehearse_on_gpu(cfg: Config) -> None:
     if cfg.train.deterministic:
         only_deterministic_kernels()
     # As the run does later: what CUDA reads at its start it reads here.
-    device = pick_device(parallel.device, parallel.tp, parallel.zero, cfg.train.offload, copies=True)
+    device = pick_device(parallel.device, parallel.tp, parallel.zero, cfg.train.offload, True)
     train = TrainConfig(
         micro_batch_size=1, global_batch_size=1, train_steps=1, precision=cfg.train.precision, ops=cfg.train.ops
     )
