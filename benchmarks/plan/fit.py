@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megalite.core.base.hardware import DEVICES
+from megalite.extras.plan.check import ASIDE
 from megalite.extras.plan.cluster import FITTED
 from megalite.extras.plan.published import Run, read_runs
 from megalite.extras.tool import ToolParser, run_tool
@@ -59,7 +60,7 @@ _STEPS = (0.1, 0.02)
 
 def timed(runs: Iterable[Run]) -> list[Run]:
     """Return the runs with a measured time that the headline error counts."""
-    return [r for r in runs if r.step_time_s and r.scope not in ("stress", "large")]
+    return [r for r in runs if r.step_time_s and r.scope not in ASIDE]
 
 
 def error(run: Run, values: Mapping[str, float]) -> float:

@@ -14,7 +14,7 @@ from megalite.extras.plan.time.step import model_flops
 
 GOALS = {"core_time": 0.06, "source_time": 0.12, "memory": 0.05, "false_alarms": 0.03}
 """Highest mean absolute error of step time (scope core, and any source) and memory; highest share of false alarms."""
-_ASIDE = ("stress", "large")
+ASIDE = ("stress", "large", "experts")
 """Scopes of runs outside what the constants were fitted to: their errors are printed, but do not count toward goals."""
 
 
@@ -48,8 +48,8 @@ class Summary:
     """Errors over all runs of a file.
 
     Attributes:
-        time, memory: source (without its rows of `_ASIDE`) or scope -> (rows, mean absolute error, mean error).
-        headline: mean absolute time error of all rows except `_ASIDE`.
+        time, memory: source (without its rows of `ASIDE`) or scope -> (rows, mean absolute error, mean error).
+        headline: mean absolute time error of all rows except `ASIDE`.
         baseline: mean absolute time error of a constant share of peak per GPU, on the same rows.
         false_alarms: ids of real runs that are predicted not to fit.
         ran: number of real runs.
@@ -83,8 +83,8 @@ def summarize(rows: Sequence[Comparison]) -> Summary:
     time = [(c, c.time_error) for c in rows if c.time_error is not None]
     memory = [(c, c.memory_error) for c in rows if c.memory_error is not None]
     by_time, by_memory = _grouped(time), _grouped(memory)
-    counted = [(c, e) for c, e in time if c.run.scope not in _ASIDE]
-    ran = [c for c in rows if c.run.scope not in ("oom", "memory_only", "large")]
+    counted = [(c, e) for c, e in time if c.run.scope not in ASIDE]
+    ran = [c for c in rows if c.run.scope not in ("oom", "memory_only", "large", "experts")]
     alarms = [c.run.id for c in ran if not c.fits]
     oom = [c for c in rows if c.run.scope == "oom"]
     failed = []
@@ -98,7 +98,7 @@ def summarize(rows: Sequence[Comparison]) -> Summary:
     for source, (_, mean, _) in by_time.items():
         if not source.startswith("scope "):
             hold("source_time", f"time, source {source}:", mean)
-    kept = [abs(e) for c, e in memory if c.run.scope not in _ASIDE]
+    kept = [abs(e) for c, e in memory if c.run.scope not in ASIDE]
     if kept:
         hold("memory", "memory:", fmean(kept))
     if ran:
@@ -120,7 +120,7 @@ def summarize(rows: Sequence[Comparison]) -> Summary:
 def _grouped(errors: Iterable[tuple[Comparison, float]]) -> dict[str, tuple[int, float, float]]:
     groups: dict[str, list[float]] = {}
     for checked, error in errors:
-        names = [f"scope {checked.run.scope}"] + [checked.run.source] * (checked.run.scope not in _ASIDE)
+        names = [f"scope {checked.run.scope}"] + [checked.run.source] * (checked.run.scope not in ASIDE)
         for name in names:
             groups.setdefault(name, []).append(error)
     ordered = sorted(groups, key=lambda name: (name.startswith("scope "), name))
@@ -166,7 +166,7 @@ def table(summary: Summary) -> str:
         lines += [f"{name:<24}{n:>6}{mean:>9.1%}{bias:>+9.1%}" for name, (n, mean, bias) in groups.items()]
     lines += [
         "",
-        f"all but scopes {' and '.join(_ASIDE)}: {summary.headline:.1%}; "
+        f"all but scopes {', '.join(ASIDE)}: {summary.headline:.1%}; "
         f"a constant share of peak per GPU: {summary.baseline:.1%}",
         f"out of memory: {summary.called} of {summary.out_of_memory} predicted not to fit",
         f"ran: {len(summary.false_alarms)} of {summary.ran} predicted not to fit",

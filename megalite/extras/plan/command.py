@@ -110,7 +110,7 @@ def search_command(argv: Sequence[str]) -> int:
             print(batch_note(cfg.train.global_batch_size))
         print(search_text(layouts, cluster, asked, args.top))
         # A comment: what stands above it is YAML.
-        print("\n".join(f"# {line}" for line in [*lines, reliability(cfg.run.calibration is not None)]))
+        print("\n".join(f"# {line}" for line in [*lines, reliability(cfg)]))
     if args.png:
         with picture_errors(f"picture {args.png}"):
             draw_search(best_layouts(layouts, args.top), cluster).savefig(args.png, dpi=150)
@@ -222,7 +222,7 @@ def fewest_command(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(rows))
     else:
-        print(reliability(cfg.run.calibration is not None))
+        print(reliability(cfg))
     return 0
 
 

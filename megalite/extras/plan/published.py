@@ -2,7 +2,8 @@
 
 Used by `megalite plan check` only: how Megatron-LM, NeMo, DeepSpeed, FSDP and nanotron store states, and what their
 tools report as memory, does not affect plans. A row is the JSON of docs/plan.md: model, layout, sw (the stack) and the
-measurements. A stack with an unknown name has no extra overhead.
+measurements; or `options`, the words of `megalite plan` for the same layout here, with `n_gpus` and the measurements. A
+stack with an unknown name has no extra overhead, nor has one that is left out.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from megalite.core.pipeline.schedule import placement_of
 from megalite.extras.plan.cluster import FITTED, Cluster, Constants, read_tree
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.in_flight import in_flight_by_rank
+from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.memory.stages import parameters_on_rank, vocab_rows
-from megalite.extras.plan.time.block import Engine
+from megalite.extras.plan.time.block import Engine, engine_of
 from megalite.extras.plan.time.step import StepTime, step_time
+from megalite.runtime.options import cli
 from megalite.runtime.options.run import Config
 
 # What eager code keeps of RMSNorm, rotation and SwiGLU, each made of several kernels, as a factor of the block; fitted.
@@ -105,6 +108,8 @@ class Run:
 
     def memory(self) -> float:
         """Predict the bytes that the source's tool reports, or the part that it reports."""
+        if "sw" not in self.row:
+            return max(rank.total for rank in memory_per_rank(self.cfg, self.grid))
         measured, sw = self.row.get("measured") or {}, self.row["sw"]
         ranks = [self._parts(rank) for rank in range(self.cfg.parallel.pp)]
         part = measured.get("mem_part")
@@ -191,13 +196,18 @@ def read_runs(path: Path) -> list[Run]:
             raise UserError(given, f"{name} has no {e}", remedy) from None
         except (ValueError, TypeError, AttributeError):
             raise UserError(given, f"{name} is of another form", remedy) from None
-        gpu, states = runs[-1].gpu, row["sw"]["states"]
+        gpu = runs[-1].gpu
         require(gpu in DEVICES, given, f"{name} is of an unknown gpu {gpu}", f"use one of {', '.join(DEVICES)}")
-        require(states in _STATES, given, f"{name} has unknown states {states}", f"use one of {', '.join(_STATES)}")
+        if "sw" in row:
+            states = row["sw"]["states"]
+            require(states in _STATES, given, f"{name} has unknown states {states}", f"use one of {', '.join(_STATES)}")
     return runs
 
 
 def _read(row: Mapping[str, Any]) -> Run:
+    if "options" in row:
+        cfg = cli.parse(row["options"].split(), world=row["n_gpus"]).config
+        return Run(row, cfg, Grid.from_config(cfg.parallel, row["n_gpus"]), engine_of(cfg), row["gpu"].lower())
     m = row["model"]
     o = row["layout"]
     sw = row["sw"]
