@@ -427,12 +427,12 @@ def before_uploads(fault: Fault) -> None:
 
 
 def at_end(fault: Fault) -> None:
-    """Where all is done."""
+    """Where all is done, and not where a rank leaves because another one died."""
     from megalite.runtime.watch.heartbeat import Heartbeat
 
     closed: list[Heartbeat] = []
-    before(Heartbeat, "close", closed.append)
-    # Not where another watchdog is started in place of one that is gone.
+    before(Heartbeat, "close", lambda heartbeat: closed.append(heartbeat) if sys.exc_info()[0] is None else None)
+    # Nor where another watchdog is started in place of one that is gone.
     before(Heartbeat, "_close_pipe", lambda heartbeat: fault.act() if heartbeat in closed else None)
 
 
