@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from megalite.runtime.data.scored import pack_scored, scored_rows
 from tests.parity import jobs
 from tests.parity.task_files import COMMON, DOCS
 from tests.unit.checkpoint import hf_models
-from tests.workers import WorkerPool
+from tests.workers import WorkerError, WorkerPool
 
 pytest.importorskip("transformers")
 
@@ -287,6 +289,31 @@ def test_the_figures_are_the_same_in_a_layout(pool: WorkerPool, folder: Path) ->
     apart = figures(pool.run(2, trained_in, str(folder), "two", True, {"pp": 2})[0])
     for one, two in zip(alone, apart):
         assert one == {name: pytest.approx(value, rel=1e-4) for name, value in two.items()}
+
+
+@pytest.mark.full
+def test_a_kill_within_an_evaluation_changes_no_figure(pool: WorkerPool, folder: Path) -> None:
+    options = {"tp": 2, "save_every": 1}
+    left_alone = figures(pool.run(2, trained_in, str(folder), "left_alone", True, options)[0])
+    with pytest.raises(WorkerError, match="died"):
+        pool.run(2, killed_in_the_second_evaluation, str(folder), "killed", options)
+    assert [path.name for path in (folder / "killed" / "checkpoints").glob("step_*")] == ["step_00000001"]
+    assert figures(pool.run(2, trained_in, str(folder), "killed", True, options)[0]) == left_alone
+
+
+def killed_in_the_second_evaluation(rank: int, folder: str, name: str, options: dict[str, Any]) -> None:
+    """Rank 0 dies when all is scored and nothing is written down."""
+    from megalite.extras.tasks import in_loop
+
+    def scored(*args: Any) -> Any:
+        calls.append(real(*args))
+        if rank == 0 and len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return calls[-1]
+
+    calls, real = list[Any](), in_loop.score_rows
+    in_loop.score_rows = scored  # type: ignore[assignment]
+    trained(rank, folder, name, True, **options)
 
 
 def test_a_run_that_is_asked_to_stop_evaluates_no_further(folder: Path) -> None:
