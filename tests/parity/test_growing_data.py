@@ -40,6 +40,7 @@ def flags(folder: Path, kind: str) -> Words:
     return [*model, *chats, *lanes, *data]
 
 
+@pytest.mark.full
 def test_files_that_arrive_in_a_store(pool: WorkerPool, s3: S3, tmp_path: Path) -> None:
     """In new folders too: a run goes on as one on the same folder of a disk does, on one rank and on two."""
     disk, store = tmp_path / "text", Store(s3.url("growing"))

@@ -119,7 +119,7 @@ def with_evaluations(rank: int, cfgs: list[Config], world: int) -> tuple[list[Re
     return results, losses
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", always_run([1, 2, 3], 2))
 def test_few_micro_batches_and_evaluations_between(pool: WorkerPool, microbatches: int) -> None:
     """One micro-batch has none to run beside; forward passes of an evaluation run alone."""
     shape = ranks_of(2, ep=2)

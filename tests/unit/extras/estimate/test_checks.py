@@ -88,6 +88,7 @@ with fake_cuda() as device:
 """
 
 
+@pytest.mark.full
 def test_a_router_is_one_product() -> None:
     """Its matrices were copied to fp32 first, where a GPU multiplies at a fraction of its rate, and times 1 later."""
     done = subprocess.run([sys.executable, "-c", _ROUTER], capture_output=True, text=True, cwd=ROOT)
