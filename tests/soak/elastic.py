@@ -119,6 +119,7 @@ class Soak:
             ends = [jobs[rank].end(120)[0] for host in here for rank in shape.ranks_of(host)]
             # Who comes just as the hub is lost may not know of the next one.
             assert 0 in {left.code for left in ends} <= {0, -signal.SIGKILL}, ends
+            self.compare(folder / "run", whole)
         except AssertionError:
             print(*self.hits, *(f"job {rank}:\n{job.text(0)}" for rank, job in enumerate(jobs)), sep="\n")
             raise
@@ -126,7 +127,6 @@ class Soak:
             for host in range(shape.hosts):
                 self.hosts.cable(host, "up")
                 self.hosts.power_off(host)
-        self.compare(folder / "run", whole)
         shutil.rmtree(folder)
 
     def hit_to_the_end(self, run: Path, jobs: list[Job], shape: Shape) -> list[int]:
@@ -190,7 +190,8 @@ class Soak:
         """Each line is that of the undisturbed run, and all steps are there."""
         expected = {line["step"]: line for line in metrics(whole) if "event" not in line}
         lines = [line for line in metrics(run) if "event" not in line]
-        assert {line["step"] for line in lines} == set(expected)
+        missing = set(expected) ^ {line["step"] for line in lines}
+        assert not missing, [(line.get("event"), line["step"], line["time"]) for line in metrics(run)]
         for line in lines:
             want = expected[line["step"]]
             for name in ("loss", "grad_norm"):
