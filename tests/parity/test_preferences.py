@@ -31,11 +31,11 @@ from tests.parity.harness import (
     train_steps,
 )
 from tests.parity.models import MIXTRAL
+from tests.parity.pairs import LLAMA, ROUNDED, rows_of_pairs
 from tests.unit.tensor_parallel.fp8_layers import SMALL
 from tests.workers import WorkerPool
 
 DPO: dict[str, Any] = {"stage": "dpo", "dpo_beta": 0.5}
-LLAMA, MUP = jobs.llama(init_std=0.15), jobs.llama(init_std=0.15, mup_base_width=8)
 
 # ------------------------------------------------------------------------------------------------------------- rows
 
@@ -280,16 +280,9 @@ class TestPreferences(Feature):
     }
     grid = {
         ranks_of(4, tp=2, cp=2): [(LLAMA, 1, {}, DATA)],
-        ranks_of(4, pp=2, vp=2): [(LLAMA, 2, {}, DATA)],
-        ranks_of(4, tp=2, pp=2): [(LLAMA, 1, {"schedule": "zb-h1"}, DATA)],
-        ranks_of(2, zero_whole_below=0): [
-            (LLAMA, 1, {}, {**DATA, "offload": "optimizer"}),
-            (LLAMA, 3, {}, {**DATA, "offload": "optimizer+params"}),
-            (LLAMA, 1, {}, {**DATA, "offload": "activations", "recompute": "full"}),
-        ],
-        ranks_of(4, tp=2): [(MUP, 1, {}, DATA)],
+        **rows_of_pairs(DATA),
     }
-    rounded = ((LLAMA, "bf16", [{"tp": 2}, {"cp": 2}]),)
+    rounded = ROUNDED
     rounded_on = DATA
     compiled = ((ranks_of(2, tp=2), (LLAMA, 1, {}, DATA)),)
     planted = {

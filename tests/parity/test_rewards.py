@@ -29,11 +29,11 @@ from tests.parity.harness import (
     train_steps,
 )
 from tests.parity.models import MIXTRAL
+from tests.parity.pairs import LLAMA, ROUNDED, rows_of_pairs
 from tests.unit.tensor_parallel.fp8_layers import SMALL
 from tests.workers import WorkerPool
 
 REWARD: dict[str, Any] = {"stage": "reward", "reward_center": 0.1}
-LLAMA, MUP = jobs.llama(init_std=0.15), jobs.llama(init_std=0.15, mup_base_width=8)
 Pair = tuple[list[int], list[int]]
 """Token ids of the preferred document, and of the other."""
 
@@ -200,16 +200,9 @@ class TestRewards(Feature):
     grid = {
         ranks_of(2, ep=2): [(MIXTRAL, 1, {}, DATA)],
         ranks_of(4, tp=2, cp=2): [(LLAMA, 3, {}, DATA), (LLAMA, 3, {"zero_whole_below": 0}, DATA)],
-        ranks_of(4, pp=2, vp=2): [(LLAMA, 2, {}, DATA)],
-        ranks_of(4, tp=2, pp=2): [(LLAMA, 1, {"schedule": "zb-h1"}, DATA)],
-        ranks_of(2, zero_whole_below=0): [
-            (LLAMA, 1, {}, {**DATA, "offload": "optimizer"}),
-            (LLAMA, 3, {}, {**DATA, "offload": "optimizer+params"}),
-            (LLAMA, 1, {}, {**DATA, "offload": "activations", "recompute": "full"}),
-        ],
-        ranks_of(4, tp=2): [(MUP, 1, {}, DATA)],
+        **rows_of_pairs(DATA),
     }
-    rounded = ((LLAMA, "bf16", [{"tp": 2}, {"cp": 2}]),)
+    rounded = ROUNDED
     rounded_on = DATA
     compiled = ((ranks_of(2, tp=2), (LLAMA, 1, {}, DATA)),)
     planted = {
