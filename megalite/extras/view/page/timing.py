@@ -55,11 +55,17 @@ class _Unit:
         events: the operation; of a pair the forward pass first.
         before: what its rank ran before it.
         makers: the operations that made its inputs.
+        wait: the time for which it stood still for a message. waited: whether that is a wait at all: to find a message
+            that is there takes a moment too, and a measured wait counts from a hundredth of the unit's own time.
+        posted: when in a plan the ranks of its last message had both posted for it; 0 if measured.
     """
 
     events: list[Event]
     before: _Unit | None
     makers: list[Event]
+    wait: float
+    waited: bool
+    posted: float
 
     @property
     def start(self) -> float:
@@ -70,9 +76,11 @@ class _Unit:
         return self.events[-1].finish
 
 
-def _units(simulation: Simulation) -> list[list[_Unit]]:
-    """Return what each rank runs, in order."""
+def _units(simulation: Simulation, waits: dict[str, float] | None) -> list[list[_Unit]]:
+    """Return what each rank runs, in order; of a plan (`waits` is None) all that a rank stands still is a wait."""
     num_stages = simulation.schedule.placement.num_stages
+    sends = simulation.transfers if waits is None else []
+    left = {(send.op.kind[1], send.op.stage, send.op.microbatch): send.start for send in sends}
     by_op = {str(event.op): event for event in simulation.compute}
     lanes: list[list[_Unit]] = []
     for rank in range(simulation.schedule.pp):
@@ -81,7 +89,14 @@ def _units(simulation: Simulation) -> list[list[_Unit]]:
         for ops in together(compute):
             makers = [maker for op in ops if (maker := _maker(op, num_stages, by_op))]
             events = [compute[op] for op in ops]
-            lanes[-1].append(_Unit(events, lanes[-1][-1] if lanes[-1] else None, makers))
+            before = lanes[-1][-1] if lanes[-1] else None
+            idle = max(0.0, events[0].start - (before.finish if before else 0.0))
+            wait = idle if waits is None else waits[str(events[0].op)]
+            needed = [product for op in ops if (product := needed_by(op, num_stages))]
+            posted = max((left.get(product, 0.0) for product in needed), default=0.0)
+            least = 1e-9 if waits is None else 0.01
+            waited = wait > least * (events[-1].finish - events[0].start)
+            lanes[-1].append(_Unit(events, before, makers, wait, waited, posted))
     return lanes
 
 
@@ -103,7 +118,7 @@ def _drawn(simulation: Simulation, waits: dict[str, float] | None = None) -> dic
         `beside` the label of the other one of a pair, or "". Both of a pair have its times; what it waits for stands
         at its forward pass.
     """
-    lanes = _units(simulation)
+    lanes = _units(simulation, waits)
     critical = _critical(lanes)
     rows: list[list[list[Any]]] = []
     count = 0
@@ -111,14 +126,12 @@ def _drawn(simulation: Simulation, waits: dict[str, float] | None = None) -> dic
         rows.append([])
         for unit in lane:
             first = unit.events[0]
-            idle = max(0.0, unit.start - (unit.before.finish if unit.before else 0.0))
-            wait = idle if waits is None else waits[str(first.op)]
             maker = max(unit.makers, key=lambda event: event.finish, default=None)
             waited_for = f"{label_of(maker, simulation)} (pp{maker.rank})" if maker and maker.rank != first.rank else ""
             labels = [label_of(event, simulation) for event in unit.events]
             for i, event in enumerate(unit.events):
                 op = event.op
-                times = (round(unit.start, 6), round(unit.finish, 6), 0.0 if i else round(wait, 6))
+                times = (round(unit.start, 6), round(unit.finish, 6), 0.0 if i else round(unit.wait, 6))
                 told = (int(unit in critical), "" if i else waited_for, labels[1 - i] if len(labels) == 2 else "")
                 rows[-1].append([labels[i], op.kind, op.microbatch, op.stage, *times, *told])
                 count += 1
@@ -134,14 +147,24 @@ def _drawn(simulation: Simulation, waits: dict[str, float] | None = None) -> dic
 
 
 def _critical(lanes: list[list[_Unit]]) -> set[_Unit]:
-    """Return the longest chain: from the last to end, each time what it waited for last."""
+    """Return the longest chain: from the last to end, each time what it waited for.
+
+    A unit that stood still for a message waited for its maker, or for what its own rank ran until it posted for the
+    message; another one for what its rank ran before.
+    """
     unit_of = {str(event.op): unit for lane in lanes for unit in lane for event in unit.events}
     at: _Unit | None = max(unit_of.values(), key=lambda unit: unit.finish)
     chain: set[_Unit] = set()
     while at is not None and at not in chain:
         chain.add(at)
-        candidates = [unit_of[str(event.op)] for event in at.makers] + ([at.before] if at.before else [])
-        at = max(candidates, key=lambda unit: unit.finish, default=None)
+        makers = [unit_of[str(event.op)] for event in at.makers]
+        own = at.before
+        if makers and at.waited:
+            while own is not None and own.finish > at.posted:
+                own = own.before
+        else:
+            makers = []
+        at = max([*makers, *([own] if own else [])], key=lambda unit: unit.finish, default=None)
     return chain
 
 

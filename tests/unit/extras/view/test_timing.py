@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from megalite.core.mesh.grid import Grid
 from megalite.core.parts.schedules.simulate import simulate
@@ -32,11 +36,13 @@ def record(run: Path, name: str, vp: int, costs: Costs) -> float:
     (run / "schedule").mkdir(parents=True)
     for rank, program in enumerate(schedule.programs):
         rows: list[list[Any]] = []
+        free = 0.0
         for op, *beside in together(program):
-            begun, done = times.get(str(op), (0.0, 0.0))
+            ready, done = times.get(str(op), (0.0, 0.0))
             if beside:
                 done = times[str(beside[0])][1]
-            rows.append([str(op), begun / 1e3, begun / 1e3, done / 1e3])
+            begun, free = (free, done) if op.is_compute else (ready, free)
+            rows.append([str(op), begun / 1e3, ready / 1e3, done / 1e3])
             rows += [[str(other), done / 1e3, done / 1e3, done / 1e3] for other in beside]
         head = {"schedule": name, "pp": 2, "vp": vp, "num_microbatches": 8, "pipeline_rank": rank, "device": "cpu"}
         lines = [head, {"step": 3, "ops": rows}]
@@ -71,3 +77,28 @@ def test_a_pair_has_one_place_and_both_of_its_passes(tmp_path: Path, name: str, 
         assert chain[0][0] == 0
         assert chain[-1][1] == pytest.approx(whole)
         assert all(later[0] == pytest.approx(earlier[1]) for earlier, later in zip(chain, chain[1:]))
+
+
+@given(
+    costs=st.builds(
+        Costs,
+        *[st.floats(1, 3)] * 4,
+        st.tuples(*[st.floats(0.5, 2)] * 4),
+    ),
+    name=st.sampled_from(["1f1b", "interleaved", "zb-h1", "zb-v", "interleaved-overlap"]),
+)
+@example(Costs(2.0, 2.0, 2.0, 1.5, (0.8, 1.2)), "1f1b")
+def test_the_critical_path_follows_what_was_waited_for(costs: Costs, name: str) -> None:
+    vp = 1 if name in ("1f1b", "zb-h1") else 2
+    costs = replace(costs, stage_scale=(costs.stage_scale or ())[: 2 * vp])
+    cfg = cli.parse([*FLAGS.split(), "--vp", str(vp)], world=2, dialect=DIALECT).config
+    with TemporaryDirectory() as folder:
+        record(Path(folder), name, vp, costs)
+        told = collect_schedule(Path(folder), cfg, Grid.from_config(cfg.parallel, 2))["planned"]
+    chain = sorted({(op[START], op[END]) for lane in told["ops"] for op in lane if op[CRITICAL]})
+    assert chain[0][0] == pytest.approx(0)
+    assert chain[-1][1] == pytest.approx(told["makespan"])
+    # The next one begins as the one before ends, or a message later: also where another rank was busy for longer.
+    gaps = [later[0] - earlier[1] for earlier, later in zip(chain, chain[1:])]
+    message = max(gaps)
+    assert all(min(gap, message - gap) == pytest.approx(0, abs=1e-5) for gap in gaps), gaps
