@@ -302,6 +302,13 @@ def test_a_slow_rank_is_named(zygote: Zygote, tmp_path: Path) -> None:
     assert "rank 1 is slow: " in left[0].err
 
 
+def test_a_mistake_of_one_rank_is_told_without_a_launcher(zygote: Zygote, tmp_path: Path) -> None:
+    """Ranks that two people start by hand: only one has mistyped, and the other one waits."""
+    (left,) = zygote.start([*RUN, "--nope"], 1, tmp_path, env={"RANK": "1", "WORLD_SIZE": "2"}).end()
+    assert left.code == 2
+    assert "[rank 1] error: --nope: " in left.err
+
+
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """A run directory on a file system mounted read-only."""

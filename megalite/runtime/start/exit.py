@@ -171,11 +171,14 @@ def _print_last(text: str) -> None:
 def _exit_after_rank_0(code: int) -> None:
     """Exit silently, but not before rank 0: a launcher that sees one rank exit kills the others.
 
-    Returns on rank 0, and where rank 0 has not exited within `_PATIENCE_S`.
+    Returns on rank 0, where rank 0 has not exited within `_PATIENCE_S`, and where ranks that were started by hand have
+    not met yet: a mistake may be in the command of one of them.
     """
     if env_rank() == 0:
         return
     if not launched_together():
+        if not dist.is_initialized():
+            return
         _exit(code)
     signal.signal(signal.SIGTERM, lambda *_: _exit(code))
     time.sleep(_PATIENCE_S)
