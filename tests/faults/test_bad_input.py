@@ -39,8 +39,11 @@ def errors_of(ranks: list[Left]) -> list[tuple[int, str]]:
 def assert_refused(zygote: Zygote, folder: Path, arguments: list[str], *words: str, world: int = 1) -> None:
     ranks = run(zygote, folder, arguments, world)
     assert [rank.code for rank in ranks] == [2] * world, ranks
-    ((speaker, error),) = errors_of(ranks)
+    # Nothing started these ranks together: where they have not met yet, each says its line.
+    (speaker, error), *others = errors_of(ranks)
     assert speaker == 0
+    assert all(line == f"[rank {rank}] {error}" for rank, line in others)
+    assert len(others) in (0, world - 1)
     assert error.count("; ") >= 1, "value: rule; remedy"
     for word in words:
         assert word in error
