@@ -483,7 +483,7 @@ def test_what_runs_in_parts(hosts: Hosts, tmp_path: Path, row: Row) -> None:
 
 def biases(run: Path) -> dict[str, list[float]]:
     """Those of routers, in the last checkpoint."""
-    found = {}
+    found = dict[str, list[float]]()
     for path in (run / "checkpoints" / "latest").glob("*.safetensors"):
         found |= {name: tensor.tolist() for name, tensor in load_file(path).items() if ".router.bias" in name}
     return found
