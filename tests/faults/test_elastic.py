@@ -479,6 +479,7 @@ def test_what_runs_in_parts(hosts: Hosts, tmp_path: Path, row: Row) -> None:
     # One that a copy had not left behind yet is made again.
     assert evaluations(run) == pytest.approx(evaluations(whole), rel=1e-5)
     assert biases(run) == biases(whole), "they count tokens, whoever has these"
+    assert bool(biases(run)) == (BIASED[-1] in row.flags)
 
 
 def biases(run: Path) -> dict[str, list[float]]:
