@@ -9,31 +9,36 @@ import json
 import math
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.runtime.checkpoint.manifest import read_manifest
-from megalite.runtime.recover.hub import UNFINISHED
+from megalite.runtime.recover.hub import MET, UNFINISHED
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
 from tests.faults.harness import (
     FOREVER,
     RUN,
     STEPS,
+    Alone,
     codes,
     committed,
     evaluations,
     events,
     in_batch,
     metrics,
+    outcome,
     repeated,
     waits_at,
 )
-from tests.faults.zygote import Zygote, members_of
+from tests.faults.harness import alone as alone
+from tests.faults.zygote import Zygote, members_of, waiting_file
 from tests.ranks import ROOT, reserve_port
 
 pytestmark = pytest.mark.root
@@ -65,8 +70,9 @@ def assert_as(run: Path, whole: Path, until: int = STEPS) -> None:
         want = expected[line["step"]]
         routers = [name for name in want if name.startswith(("aux_loss", "z_loss", "expert_load"))]
         for name in ("loss", "grad_norm", *routers):
-            assert line[name] == pytest.approx(want[name], rel=1e-5), (line["step"], name)
-        assert (line["lr"], line["consumed_samples"]) == (want["lr"], want["consumed_samples"])
+            assert line[name] == (want[name] and pytest.approx(want[name], rel=1e-5)), (line["step"], name)
+        for name in ("lr", "consumed_samples", "loss_scale", "skipped_steps", "global_batch_size", "nonfinite"):
+            assert line.get(name) == want.get(name), (line["step"], name)
 
 
 def lose(
@@ -78,20 +84,28 @@ def lose(
     each: int = 1,
     count: int = 4,
     run: list[str] = RUN,
+    place: str = "step",
+    faults: Sequence[dict[str, Any]] = (),
+    until: int = STEPS,
 ) -> tuple[Path, Path]:
-    """Lose hosts, one after the other, before a step: each line of the run is as if nothing had happened.
+    """Lose hosts, one after the other, while rank 0 waits: each line of the run is as if nothing had happened.
 
     Args:
         lost: by host, what rank 0 says of its loss.
+        at, place: step before which it waits, or another place.
         each: ranks of a host.
         count: hosts.
+        faults: that happen to both runs.
+        until: last step of both.
 
     Returns:
         The run, and the one that nothing happened to.
     """
-    whole, hit = undisturbed(hosts.zygote, folder / "whole", flags, run=run), folder / "hit"
-    jobs = hosts.begin(hit, [*flags, "--elastic"], 0, waits_at(at, hit), each=each, count=count, run=run)
-    jobs[0].wait_for(0, f"step {at - 1}/")
+    whole, hit = undisturbed(hosts.zygote, folder / "whole", flags, *faults, run=run), folder / "hit"
+    waits = {**waits_at(at, hit), "place": place}
+    jobs = hosts.begin(hit, [*flags, "--elastic"], 0, waits, *faults, each=each, count=count, run=run)
+    hosts.zygote.until(lambda: waiting_file(hit / "go on", 0).exists() or jobs[0].ended())
+    jobs[0].wait_for(0, MET)
     for number, (host, words) in enumerate(lost.items(), 1):
         hosts.power_off(host)
         hosts.zygote.until(lambda number=number: jobs[0].text(0).count("back to step ") >= number or jobs[0].ended())
@@ -99,7 +113,7 @@ def lose(
     (hit / "go on").touch()
     left = end(jobs)
     assert codes(left) == [KILLED if rank // each in lost else 0 for rank in range(each * count)], left
-    assert_as(hit / "run", whole)
+    assert_as(hit / "run", whole, until)
     return hit / "run", whole
 
 
@@ -412,32 +426,88 @@ def test_two_hosts_one_after_the_other_with_zero_3(hosts: Hosts, tmp_path: Path)
 
 
 EVALUATED = ["--eval-every", "2", "--eval-steps", "2"]
-# Flags, hosts, ranks of each, and ranks that go on.
+BIASED = ["--num-experts", "4", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
+
+
+class Row(NamedTuple):
+    """A run of hosts, the last of which is lost.
+
+    Attributes:
+        flags: of the run.
+        after: ranks that go on.
+        more: arguments of `lose`.
+    """
+
+    flags: list[str]
+    after: int = 3
+    more: dict[str, Any] = {}
+
+
 ROWS = {
-    "tensor parallel, with saves and evaluations": (["--tp", "2", "--save-every", "2", *EVALUATED], 3, 2, 4),
-    "experts of two ranks": (["--num-experts", "4", "--ep", "2", "--zero", "2"], 4, 1, 2),
-    "experts chosen with biases": (
-        ["--num-experts", "4", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
-        4,
-        1,
-        3,
+    "tensor parallel, with saves and evaluations": Row(
+        ["--tp", "2", "--save-every", "2", *EVALUATED], 4, {"count": 3, "each": 2}
     ),
-    "zero bubbles": (["--pp", "2", "--schedule", "zb-h1"], 4, 1, 2),
-    "nothing sharded": (["--zero", "0"], 4, 1, 3),
-    "interleaved": (["--num-layers", "4", "--pp", "2", "--vp", "2", "--schedule", "interleaved"], 6, 1, 4),
-    "Muon, and a module that predicts further": (["--optimizer", "muon", "--mtp-num-layers", "1"], 4, 1, 3),
-    "offloaded, in fp16": (["--offload", "optimizer+params", "--zero", "3", "--precision", "fp16"], 4, 1, 3),
-    "rings": (["--cp", "2", "--num-heads", "2", "--hidden-dropout", "0"], 4, 1, 2),
+    "experts of two ranks": Row(["--num-experts", "4", "--ep", "2", "--zero", "2"], 2),
+    "experts chosen with biases": Row(BIASED),
+    "experts of two ranks, chosen with biases": Row([*BIASED, "--ep", "2"], 2),
+    "zero bubbles": Row(["--pp", "2", "--schedule", "zb-h1"], 2),
+    "nothing sharded": Row(["--zero", "0"]),
+    "interleaved": Row(["--num-layers", "4", "--pp", "2", "--vp", "2", "--schedule", "interleaved"], 4, {"count": 6}),
+    "Muon, and a module that predicts further": Row(["--optimizer", "muon", "--mtp-num-layers", "1"]),
+    "LAMB": Row(["--optimizer", "lamb"]),
+    "FP8": Row(["--fp8", "rowwise", "--fp8-emulate"]),
+    "offloaded, in fp16": Row(["--offload", "optimizer+params", "--zero", "3", "--precision", "fp16"]),
+    # One before the loss and one after it: at the second the scale falls, as the first was counted.
+    "overflows": Row(["--precision", "fp16"], more={"faults": [in_batch("overflow", 16), in_batch("overflow", 48)]}),
+    "batches that grow": Row(["--batch-size-schedule", "0:4 5:8"]),
+    "rings": Row(["--cp", "2", "--num-heads", "2", "--hidden-dropout", "0"], 2),
+    "the first step": Row([], more={"at": 1}),
+    "the last step": Row([], more={"at": STEPS}),
+    "after the last step": Row(EVALUATED, more={"at": STEPS, "place": "end"}),
+    "after the step at which the run is to end": Row(
+        ["--exit-interval", "4", *EVALUATED], more={"at": 4, "place": "end", "until": 4}
+    ),
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("flags", "count", "each", "after"), ROWS.values(), ids=ROWS)
-def test_what_runs_in_parts(hosts: Hosts, tmp_path: Path, flags: list[str], count: int, each: int, after: int) -> None:
-    run, whole = lose(hosts, tmp_path, ["--save-every", "0", *flags], {count - 1: ""}, each=each, count=count)
-    assert [event["to"] for event in events(run, "resize")] == [after]
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_what_runs_in_parts(hosts: Hosts, tmp_path: Path, row: Row) -> None:
+    last = row.more.get("count", 4) - 1
+    run, whole = lose(hosts, tmp_path, ["--save-every", "0", *row.flags], {last: ""}, **row.more)
+    assert [event["to"] for event in events(run, "resize")] == [row.after]
     # One that a copy had not left behind yet is made again.
     assert evaluations(run) == pytest.approx(evaluations(whole), rel=1e-5)
+    assert biases(run) == biases(whole), "they count tokens, whoever has these"
+    assert bool(biases(run)) == (BIASED[-1] in row.flags)
+
+
+def biases(run: Path) -> dict[str, list[float]]:
+    """Those of routers, in the last checkpoint."""
+    found = dict[str, list[float]]()
+    for path in (run / "checkpoints" / "latest").glob("*.safetensors"):
+        found |= {name: tensor.tolist() for name, tensor in load_file(path).items() if ".router.bias" in name}
+    return found
+
+
+@pytest.mark.full
+def test_saved_by_fewer_ranks_and_resumed_by_all(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    runs = lose(hosts, tmp_path, ["--exit-interval", "6", "--save-every", "0"], {3: ""}, until=6)
+    saved = [read_manifest(run / "checkpoints" / "latest") for run in runs]
+    assert [(manifest.step, manifest.topology["dp"]) for manifest in saved] == [(6, 3), (6, 1)]
+    for run, world in zip(runs, (4, 1)):
+        job = zygote.start([*RUN, "--save-every", "0", "--run-dir", str(run)], world, tmp_path)
+        assert codes(job.end()) == [0] * world
+    assert_as(*runs)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [[], ["--elastic"]], ids=["host", "elastic"])
+def test_bits_are_those_of_a_run_without_it(hosts: Hosts, tmp_path: Path, alone: Alone, flags: list[str]) -> None:
+    """Where no host is lost."""
+    jobs, run = hosts.begin(tmp_path, flags, 0, count=4), tmp_path / "run"
+    assert codes(end(jobs)) == [0] * 4
+    assert outcome(run) == outcome(alone(4))
 
 
 @pytest.mark.full

@@ -240,6 +240,19 @@ def test_killed_in_everything_that_a_step_does(zygote: Zygote, tmp_path: Path, a
 
 
 @pytest.mark.full
+def test_killed_after_the_step_that_ends_it(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
+    """The run trained on to the next multiple of `--exit-interval`, which the next start is to do."""
+    run, flags = tmp_path / "run", [*RECOVER, "--exit-interval", "4"]
+    job = begin(zygote, tmp_path, 2, flags, kill(1, 4, tmp_path, "end"))
+    assert codes(job.end()) == [0, 0], job.text(0)
+    assert [event["step"] for event in events(run, "recovery")] == [4]
+    assert committed(run) == {"step_00000002", "step_00000004"}
+    assert [step for step, *_ in outcome(run)[0]] == [1, 2, 3, 4]
+    assert codes(begin(zygote, tmp_path, 2, flags).end()) == [0, 0]
+    assert outcome(run) == outcome(whole)
+
+
+@pytest.mark.full
 def test_stopped_in_a_loop_and_with_the_interpreter_held(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     """The watchdogs name the culprit alone; nobody else is killed for it before the guards do.
 

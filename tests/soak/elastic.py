@@ -190,8 +190,8 @@ class Soak:
         """Each line is that of the undisturbed run, and all steps are there."""
         expected = {line["step"]: line for line in metrics(whole) if "event" not in line}
         lines = [line for line in metrics(run) if "event" not in line]
-        missing = set(expected) ^ {line["step"] for line in lines}
-        assert not missing, [(line.get("event"), line["step"], line["time"]) for line in metrics(run)]
+        in_one_alone = set(expected) ^ {line["step"] for line in lines}
+        assert not in_one_alone, [(line.get("event"), line["step"], line["time"]) for line in metrics(run)]
         for line in lines:
             want = expected[line["step"]]
             for name in ("loss", "grad_norm"):

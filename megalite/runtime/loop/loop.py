@@ -124,10 +124,13 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     watches = StragglerReport(engine.ctx), DeviceReport(engine.ctx, run.gpu), Fp8Amax(engine)
     watched = ExpertWatch(engine.cfg.model), ExpertTokens(engine), TensorStats(engine)
     begun, interval = run.companion.began, Interval(cfg.run.recover_every)
-    progress = Progress(*watches, *watched, run.step, saved_at, begun, interval, stop=run.only_saves)
+    # Who trained that step may have died before the run had ended.
+    stop = run.only_saves or (run.recovered and _ends(run, run.step))
+    progress = Progress(*watches, *watched, run.step, saved_at, begun, interval, stop=stop)
     progress.gradients = LocalGradients(engine) if run.copies else None
     with closing(PeriodicCollector()) as garbage:
         catch_up(run, progress)
+        run.recovered = False  # nor does a later loop of this process end where it begins
         while run.step < cfg.train.train_steps and not progress.stop:
             result, record = one_step(run, progress)
             pauses = _is_asked_to_pause(run, progress)
@@ -251,9 +254,13 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
 
 
 def _is_asked_to_stop(run: Run, progress: Progress, step: int) -> bool:
-    options = run.engine.cfg.run
-    every = options.exit_interval
-    return run.stop_asked or progress.is_over(options.max_minutes) or (every > 0 and step % every == 0)
+    return run.stop_asked or progress.is_over(run.engine.cfg.run.max_minutes) or _ends(run, step)
+
+
+def _ends(run: Run, step: int) -> bool:
+    """Whether the step is one of those of `--exit-interval`."""
+    every = run.engine.cfg.run.exit_interval
+    return every > 0 and step % every == 0
 
 
 def _is_asked_to_pause(run: Run, progress: Progress) -> bool:

@@ -138,12 +138,15 @@ class Link:
         loop: where it is read.
         connection: the connected socket.
         heard: called with each message, and with None when the other side is gone.
+
+    Attributes:
+        ended: whether its process has ended, as its host says; if it is gone and has not, it cannot be reached.
     """
 
     def __init__(self, loop: EventLoop, connection: socket.socket, heard: Callable[[Message | None], None]) -> None:
         self._loop = loop
         self._socket = connection
-        self.heard = heard
+        self.heard, self.ended = heard, False
         self._part = b""
         connection.settimeout(10.0)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -166,8 +169,9 @@ class Link:
     def _read(self) -> None:
         try:
             data = self._socket.recv(MAX_MESSAGE)
-        except OSError:
-            data = b""
+            self.ended = not data
+        except OSError as e:
+            data, self.ended = b"", isinstance(e, ConnectionResetError)
         *lines, self._part = (self._part + data).split(b"\n")
         if not data or len(self._part) > MAX_MESSAGE:
             self.close()

@@ -28,7 +28,7 @@ class Handover:
     def __init__(self, listen: messages.Listen, roster: Roster, last: messages.HubState | None) -> None:
         self._listen, self._roster = listen, roster
         self.last, self.number = last, last.number + 1 if last else 0
-        # How many guards there were when no round was broken; when guards were lost.
+        # How many guards there were when no round was broken, but those that have ended; when others were lost.
         self._strength, self._losses = 0, list[float]()
 
     # ------------------------------------------------------------------------------------------- to the next hub
@@ -92,12 +92,15 @@ class Handover:
 
     # ---------------------------------------------------------------------------------- one hub, and no other beside
 
-    def lose(self) -> None:
-        """A guard is gone."""
-        self._losses.append(time.monotonic())
+    def lose(self, ended: bool) -> None:
+        """A guard is gone; one that has not `ended` may live where this host cannot reach it."""
+        if ended:
+            self._strength -= 1
+        else:
+            self._losses.append(time.monotonic())
 
     def is_cut_off(self) -> bool:
-        """Whether fewer than half of all guards are left: a lost connection may have cut the run in two."""
+        """Whether fewer than half of those that may live are left: a lost connection may have cut the run in two."""
         before = self.last.here + self.last.others if self.last else self._strength
         return 2 * len(self._roster.everyone()) < before
 

@@ -171,7 +171,7 @@ class Hub:
 
     def _lose(self, peer: Peer) -> None:
         """A guard is gone, with all that it guarded: have a reserve be its rank."""
-        self._handover.lose()
+        self._handover.lose(peer.link.ended)
         if peer in self._roster.reserves:
             self._roster.reserves.remove(peer)
             self._tell_state()

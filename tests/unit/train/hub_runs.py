@@ -49,11 +49,13 @@ class Guard:
 
     Attributes:
         has: numbers of the copies that it can hand out, by layout and rank; its own among them.
+        ended: whether the hub would know that it has ended; otherwise it may be cut off.
     """
 
     def __init__(self, hub: Hub, number: int, rank: int, data: str = "") -> None:
         self.peer, self.number, self.rank, self.layout = f"10.0.0.{number}", number, rank, 0
         self.has: Places = {}
+        self.ended = False
         self.told: list[FromHub] = []
         self.state: HubState | None = None
         self.heard: Any = None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Sequence
+import socket
+import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from megalite.runtime.recover import handover, succession
+from megalite.runtime.recover import connections, handover, succession
+from megalite.runtime.recover.connections import EventLoop, Link
 from megalite.runtime.recover.hub import UNFINISHED
 from megalite.runtime.recover.messages import Break, End, Go, Leaves, Pause, Paused, StandIn, Stop
 from megalite.runtime.recover.offsite import first_number
@@ -178,6 +182,55 @@ def test_a_hub_from_which_most_hosts_are_gone(
     run.loop.timers[-1]()
     said = run.guards[0].told[-1]
     assert (isinstance(said, End) and said.code == -signal.SIGKILL) if begun else isinstance(said, Go), said
+
+
+@pytest.mark.parametrize("cut_off", [0, 1, 2])
+def test_a_hub_whose_other_hosts_have_ended(made: list[Run], tmp_path: Path, cut_off: int) -> None:
+    """It gave them 30 s to begin a round. Those whose host says nothing may do so, if they are more."""
+    run = begin(made, 4, 1, folder=tmp_path)
+    run.copy(1)
+    for guard in run.guards[1 + cut_off :]:
+        guard.ended = True
+    run.lose(1, 2, 3)
+    assert isinstance(run.guards[0].told[-1], Break if cut_off > 1 else Go)
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def fill(own: socket.socket) -> None:
+    """Nothing more is taken at the other end, which the kernel waits for."""
+    own.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            own.send(bytes(1 << 16))
+
+
+@pytest.mark.parametrize(
+    ("act", "ended"),
+    [
+        (lambda own, other: other.close(), True),
+        (lambda own, other: reset(other), True),
+        (lambda own, other: other.sendall(b"noise\n"), False),
+        (lambda own, other: fill(own), False),
+    ],
+    ids=["closed", "reset", "noise", "silence"],
+)
+def test_who_has_ended_and_who_may_live(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[socket.socket, socket.socket], None], ended: bool
+) -> None:
+    for name in ("_IDLE_S", "_PROBE_S", "_PROBES"):
+        monkeypatch.setattr(connections, name, 1)
+    loop, heard = EventLoop(), list[object]()
+    with connections.open_server(True) as server, socket.create_connection(server.getsockname()) as own:
+        with server.accept()[0] as other:
+            link = Link(loop, own, heard.append)
+            act(own, other)
+            while not heard:
+                loop.turn()
+    assert (heard, link.ended) == ([None], ended)
 
 
 def test_a_hub_that_misses_the_others_one_after_the_other(made: list[Run], tmp_path: Path) -> None:

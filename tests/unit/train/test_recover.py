@@ -389,7 +389,7 @@ class Said:
     """A connection of a guard with the hub: what the hub says, and `heard`, with which the guard says something."""
 
     def __init__(self, peer: str = "127.0.0.1") -> None:
-        self.peer, self.said, self.heard = peer, list[Any](), lambda message: None
+        self.peer, self.said, self.heard, self.ended = peer, list[Any](), lambda message: None, False
 
     def send(self, message: FromHub) -> None:
         self.said.append(message)
