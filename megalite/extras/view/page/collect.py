@@ -28,13 +28,15 @@ _PROCESSOR_S = {"predict": 120, "one_step": 480}
 _LARGEST_CONFIG = 1 << 20
 
 
-def collect(runs: list[tuple[str, Path]], made: str, most: int, cluster: str | None, estimate: bool) -> dict[str, Any]:
+def collect(
+    runs: list[tuple[str, Path]], made: str, most: int | None, cluster: str | None, estimate: bool
+) -> dict[str, Any]:
     """Return what the page shows.
 
     Args:
         runs: name and folder of each run.
         made: time of making, as text.
-        most: points of a curve.
+        most: points of a curve; None: as many as a page has room for.
         cluster: as for `megalite plan --cluster`, or None.
         estimate: run the step of a rank of each stage under fake tensors (some seconds).
 
@@ -51,7 +53,7 @@ def collect(runs: list[tuple[str, Path]], made: str, most: int, cluster: str | N
     }
 
 
-def collect_run(run_dir: Path, most: int, cluster: str | None, estimate: bool) -> dict[str, Any]:
+def collect_run(run_dir: Path, most: int | None, cluster: str | None, estimate: bool) -> dict[str, Any]:
     """Return the parts of one run; arguments as for `collect`."""
     record = Record()
     told: dict[str, Any] = {"curves": part(lambda: _curves(run_dir, record, most))}
@@ -67,7 +69,7 @@ def collect_run(run_dir: Path, most: int, cluster: str | None, estimate: bool) -
     return told
 
 
-def _curves(run_dir: Path, record: Record, most: int) -> dict[str, Any]:
+def _curves(run_dir: Path, record: Record, most: int | None) -> dict[str, Any]:
     record.fill(run_dir)
     return collect_curves(record, most)
 

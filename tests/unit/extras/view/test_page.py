@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import threading
+import tracemalloc
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ from tests.unit.extras.view.runs import HOSTILE, hostile_run, write
 FOLDER = Path(__file__).parents[4] / "megalite/extras/view/page"
 
 
-def collected(*runs: Path, most: int = 20_000) -> dict[str, Any]:
+def collected(*runs: Path, most: int | None = None) -> dict[str, Any]:
     return collect([(run.name, run) for run in runs], "now", most, None, estimate=False)
 
 
@@ -88,6 +89,39 @@ def test_of_many_steps_no_extreme_is_lost_and_the_newest_are_all_there(tmp_path:
         bucket = values[start : min(start + per, whole)].astype(np.float32)
         drawn = loss[[i for i, x in enumerate(xs) if start < x <= min(start + per, whole)]]
         assert (bucket.min(), bucket.max()) == (drawn.min(), drawn.max())
+
+
+def test_a_page_of_many_fields_and_events_is_no_larger_than_3_mb(tmp_path: Path) -> None:
+    rng = np.random.default_rng(7)
+    values = rng.normal(size=(8_000, 90))
+    values[4_321, 50] = 1e9
+    lines: list[Any] = []
+    for step, row in enumerate(values.tolist(), start=1):
+        lines.append({"step": step, "time": 1e9 + step, **{f"layers.{i}.load": x for i, x in enumerate(row)}})
+        lines.append({"event": "spike", "step": step, "said": "<&>" * 70})
+    lines += [{"event": "note", "step": 8_000, "said": ["y" * 1_000] * 999}, {"event": "save", "step": 8_000}]
+    data = collected(write(tmp_path / "run", lines))
+    assert 2_500_000 < len(page(data, "run")) < 3_000_000
+    curves = data["runs"][0]["curves"]
+    for i in (0, 50, 89):
+        drawn = column(curves, f"layers.{i}.load")
+        assert (drawn.min(), drawn.max()) == tuple(np.float32([values[:, i].min(), values[:, i].max()]))
+    assert [event["event"] for event in curves["events"][-2:]] == ["spike", "save"]
+    assert len(curves["events"]) + curves["events_left_out"] == 8_002
+    assert not curves["fields_left_out"]
+
+
+def test_fields_that_only_one_line_has_take_no_memory(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 2.0, f"x{step}": 1.0, "y" * 10_000: 1.0} for step in range(1, 3_001)]
+    run = write(tmp_path / "run", lines)
+    tracemalloc.start()
+    curves = collected(run)["runs"][0]["curves"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+    assert (curves["steps"], curves["fields_left_out"], "loss" in curves["series"]) == (3_000, True, True)
+    assert len(curves["series"]) == 500
+    assert np.nanmax(column(curves, "x7")) == 1
 
 
 def test_a_hostile_folder_is_text_and_blanks_no_other_view(tmp_path: Path) -> None:
