@@ -9,6 +9,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import tracemalloc
 import urllib.error
@@ -195,6 +197,31 @@ def test_a_pipeline_in_the_shape_of_a_v_under_zero(zero: int) -> None:
     for param in told["params"]:
         layer = re.search(r"layers\.(\d)", param["name"])
         assert param["pp"] == [int(layer is not None and layer[1] in "12")], param["name"]
+
+
+MAKE = """
+from pathlib import Path
+from megalite.extras.view.page.collect import collect
+from megalite.extras.view.page.embed import page
+print(page(collect([("run", Path("run"))], "now", None, None, estimate=True), "run"))
+"""
+
+
+@pytest.mark.full
+def test_a_copy_of_a_run_has_the_same_page_in_another_process(tmp_path: Path) -> None:
+    flags = "--num-layers 2 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu --tp 2"
+    flags += " --num-experts 4 --ep 2 --micro-batch-size 1 --global-batch-size 4 --train-steps 1 --lr 1e-3"
+    config = cli.parse(flags.split(), world=4, dialect=DIALECT).config
+    run = write(tmp_path / "a/run", [{"event": "start", "step": 0, "ranks": 4}, {"step": 1, "loss": 1.0, "lr": 1e-3}])
+    (run / "config.yaml").write_text(cli.to_yaml(config))
+    differences.save(run / "checkpoints", [1, 2], 2)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    pages = []
+    for folder, seed in (("a", "1"), ("b", "2")):
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        pages.append(subprocess.check_output([sys.executable, "-c", MAKE], env=env, cwd=tmp_path / folder))
+    assert b'"buckets":{"' in pages[0]
+    assert pages[0] == pages[1]
 
 
 def test_only_the_page_s_own_script_may_run(tmp_path: Path) -> None:
