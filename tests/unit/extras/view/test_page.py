@@ -25,6 +25,7 @@ import pytest
 
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.grid import Grid
+from megalite.core.pipeline.schedule import Costs
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.view.metrics import read_metrics
 from megalite.extras.view.page.collect import _PROCESSOR_S, collect
@@ -35,7 +36,7 @@ from megalite.extras.view.page.predict import PARTS
 from megalite.extras.view.page.serve import Server
 from megalite.runtime.options import cli
 from tests.unit.checkpoint import differences
-from tests.unit.extras.view.runs import HOSTILE, hostile_run, write
+from tests.unit.extras.view.runs import HOSTILE, hostile_run, record_schedule, write
 
 FOLDER = Path(__file__).parents[4] / "megalite/extras/view/page"
 
@@ -135,7 +136,7 @@ def test_a_hostile_folder_is_text_and_blanks_no_other_view(tmp_path: Path) -> No
     assert steps_of(parts["curves"])[-1] == 10
     assert "not a regular file" in parts["experts"]["problem"]
     assert "problem" in parts["layout"]
-    assert [("problem" in folder) for folder in parts["checkpoints"]["folders"]] == [True] * 3
+    assert [("problem" in folder) for folder in parts["checkpoints"]["folders"]] == [True] * 4
     html = page(data, run.name)
     block = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
     assert block is not None
@@ -322,6 +323,35 @@ def test_a_difference_names_its_base_and_the_folder_that_this_is(tmp_path: Path)
     assert ("2", first, f"aside_1_{first}") in bases()
     shutil.rmtree(run / "checkpoints" / f"aside_1_{first}")
     assert ("2", first, None) in bases()
+
+
+def test_each_source_that_is_missing_leaves_the_other_views(tmp_path: Path) -> None:
+    """And its own view says what writes it."""
+    flags = "--num-layers 2 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu --pp 2"
+    flags += " --num-experts 4 --micro-batch-size 1 --global-batch-size 4 --train-steps 1 --lr 1e-3"
+    config = cli.parse(flags.split(), world=2, dialect=DIALECT).config
+    run = write(tmp_path / "run", [{"event": "start", "step": 0, "ranks": 2}, {"step": 1, "loss": 1.0}])
+    (run / "config.yaml").write_text(cli.to_yaml(config))
+    (run / "experts.jsonl").write_text('{"step": 1, "layers": [0, 1], "tokens": [[4, 4, 4, 4], [4, 4, 4, 4]]}\n')
+    differences.save(run / "checkpoints", [1, 2], 2)
+    record_schedule(run, "1f1b", 1, Costs())
+    (whole,) = collected(run)["runs"]
+    predicted = ("layout", "grid", "schedule", "memory", "plan")
+    assert not [name for name in ("curves", "experts", "checkpoints", *predicted) if "problem" in whole[name]]
+    assert whole["schedule"]["measured"] is not None
+    sources = {"metrics.jsonl": ("curves", "live"), "config.yaml": (*predicted, "step"), "schedule": ("schedule",)}
+    sources |= {"experts.jsonl": ("experts",), "checkpoints": ("checkpoints",)}
+    for source, views in sources.items():
+        (run / source).rename(tmp_path / source)
+        (run / "logs").mkdir()
+        for rank in range(2):
+            (run / f"logs/rank_{rank}.log").touch()
+        (made,) = collected(run)["runs"]
+        assert {name for name in whole if made.get(name) != whole[name]} == set(views), source
+        told = made[views[0]]
+        assert told.get("remedy") or told.get("problem") or "--record-schedule" in told["missing"], source
+        shutil.rmtree(run / "logs")
+        (tmp_path / source).rename(run / source)
 
 
 def test_the_page_is_made_whatever_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
