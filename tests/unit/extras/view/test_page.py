@@ -108,7 +108,7 @@ def test_a_page_of_many_fields_and_events_is_no_larger_than_3_mb(tmp_path: Path)
     curves = data["runs"][0]["curves"]
     for i in (0, 50, 89):
         drawn = column(curves, f"layers.{i}.load")
-        assert (drawn.min(), drawn.max()) == tuple(np.float32([values[:, i].min(), values[:, i].max()]))
+        assert (drawn.min(), drawn.max()) == (np.float32(values[:, i].min()), np.float32(values[:, i].max()))
     assert [event["event"] for event in curves["events"][-2:]] == ["spike", "save"]
     assert len(curves["events"]) + curves["events_left_out"] == 8_002
     assert not curves["fields_left_out"]

@@ -149,6 +149,19 @@ def test_a_run_that_has_lost_a_host(browser: Any, hosts: Hosts, tmp_path: Path) 
     assert {"from 4", "to 3", "reserve 0"} <= set(row[4].split(", "))
     it.open("grid")
     assert it.page.locator("[data-rank]").count() == 3
+    # Before, each of four had a place of its own; the list says which steps they did.
+    option = it.page.locator("label", has_text="Ranks of the run").locator("option[value='4']").text_content()
+    told = {
+        n for a, b in re.findall(r"(\d+)(?:–(\d+))?", option.partition(": ")[2]) for n in range(int(a), int(b or a) + 1)
+    }
+    assert told == {step for step, count in ranks.items() if count == 4}
+    it.select("Ranks of the run", "4")
+    it.page.wait_for_function("() => document.querySelectorAll('[data-rank]').length === 4")
+    it.page.click('[data-rank="3"]')
+    groups = {row[0]: re.findall(r"\d", row[2]) for row in it.rows("groups")}
+    assert groups["dp"] == ["0", "1", "2", "3"]
+    it.select("Ranks of the run", "3")
+    it.page.wait_for_function("() => document.querySelectorAll('[data-rank]').length === 3")
     # What each of the three owns is what it wrote: shares of a size that need not divide the parameters.
     for rank in range(3):
         it.page.click(f'[data-rank="{rank}"]')
