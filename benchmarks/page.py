@@ -20,9 +20,9 @@ from typing import Any
 from playwright.sync_api import Browser, sync_playwright
 
 from megalite.extras.view.page.collect import collect
+from megalite.extras.view.page.curves import MOST_POINTS
 from megalite.extras.view.page.embed import page
 
-MOST_POINTS = 20_000
 # When the charts are on the canvas, in ms since the navigation began: reading a pixel waits for what was drawn.
 FIRST = """async () => {
   const seen = () => [...document.querySelectorAll(".chart canvas")];

@@ -1,5 +1,5 @@
 """Measure what --save-code costs and saves for the state of a checkpoint: bytes by kind, and processor time of the
-writer and of a verified load, coded beside plain. JSON.
+writer and of a verified load, coded beside plain; with --beside, of steps while a writer works. JSON.
 
 python -m benchmarks.save_code runs/my-run/checkpoints/step_00000100 --rounds 5 --copies 8
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import resource
 import statistics
 import tempfile
@@ -18,6 +19,8 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.checkpoint import make_step
+from benchmarks.store import keep_apart
 from megalite.core.base.dtypes import STORED
 from megalite.core.base.slices import Slice
 from megalite.core.mesh.context import ParallelContext
@@ -79,6 +82,45 @@ def medians(states: list[StateTensor], rounds: int) -> dict[str, Any]:
     return {"share": round(share, 4), **{str(code): row for code, row in middle.items()}}
 
 
+def beside(states: list[StateTensor], rounds: int, root: Path) -> dict[str, dict[str, float]]:
+    """Run steps of one thread, which has a core of its own, while a writer saves on another one, at the same priority.
+
+    Returns:
+        For each code, in times of the steps before and after: clock and processor time of a step; number of steps.
+    """
+    ctx = ParallelContext.single()
+    step = make_step(ctx, 0.02)
+    codes: tuple[Code, ...] = ("none", "planes-zstd")
+    checkpointers = {code: Checkpointer(root / code, ctx, code=code) for code in codes}
+    writers = [checkpointer._writer.process.pid for checkpointer in checkpointers.values()]
+    keep_apart(writers)
+    for pid in writers:
+        os.setpriority(os.PRIO_PROCESS, pid, -20)
+
+    def timed() -> tuple[float, float]:
+        begun = time.perf_counter(), time.process_time()
+        step()
+        return time.perf_counter() - begun[0], time.process_time() - begun[1]
+
+    found: dict[Code, list[list[float]]] = {code: [] for code in codes}
+    for i in range(rounds):
+        for code, checkpointer in checkpointers.items():
+            alone = [timed() for _ in range(20)]
+            checkpointer.save(i + 1, states, {}, background=True)
+            during = []
+            while checkpointer.pending:
+                during.append(timed())
+                checkpointer.poll()
+            checkpointer.finish()
+            alone += [timed() for _ in range(20)]
+            middles = [[statistics.median(times) for times in zip(*rows)] for rows in (alone, during)]
+            found[code].append([*(b / a for a, b in zip(*middles)), len(during)])
+    for checkpointer in checkpointers.values():
+        checkpointer.close()
+    names = ("clock", "processor", "steps")
+    return {code: dict(zip(names, map(statistics.median, zip(*rows)))) for code, rows in found.items()}
+
+
 def share_of(flats: list[torch.Tensor]) -> float:
     """Return coded bytes by plain ones."""
     body = b"".join(flat.view(torch.uint8).numpy().tobytes() for flat in flats)
@@ -90,6 +132,9 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--copies", type=int, default=1, help="how often the state is saved, one after the other")
+    parser.add_argument(
+        "--beside", action="store_true", help="also time steps beside a writer; needs root and two cores"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     states = states_of(args.checkpoint)
@@ -101,6 +146,10 @@ def main() -> None:
         result[kind] = share_of(flats)
         if kind == "master":
             result["weights in bf16"] = share_of([flat.bfloat16() for flat in flats])
+    if args.beside:
+        with tempfile.TemporaryDirectory() as root:
+            result["step beside a writer"] = beside(many, args.rounds, Path(root))
+        result |= {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
     print(json.dumps(result, indent=1))
 
 

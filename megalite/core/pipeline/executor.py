@@ -216,6 +216,8 @@ class _Run:
 
     def take(self, kind: str, mb: int, index: int) -> torch.Tensor:
         buffer, work = self.received.pop((kind, mb, index))
+        for observer in self.executor.observers:
+            observer.waits()
         work.wait()
         for observer in self.executor.observers:
             observer.arrived()

@@ -18,6 +18,9 @@ class Observer:
     def begin(self, op: Op) -> None:
         """Handle the start of an operation."""
 
+    def waits(self) -> None:
+        """Handle that the current operation comes to wait for a message; of a pair each of the two does."""
+
     def arrived(self) -> None:
         """Handle the arrival of the message that the current operation was waiting for."""
 

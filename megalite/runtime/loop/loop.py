@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -187,6 +188,12 @@ def log_plan(run: Run) -> None:
     if cfg.run.keep_best and cfg.run.judged_every != cfg.run.save_every:
         steps_judged = f"checkpoints of every {cfg.run.judged_every} steps and of the last are evaluated"
         logger.info(f"--keep-best {cfg.run.keep_best}: {steps_judged}, the others never count as best")
+    both = math.lcm(cfg.run.save_every, cfg.run.save_model_every)
+    if 0 < both <= last - cfg.run.save_every * cfg.run.keep_last:
+        logger.info(
+            f"--save-model-every {cfg.run.save_model_every}: every {both} steps the weights are in the full checkpoint "
+            f"alone, which goes with the newest {cfg.run.keep_last} (--keep-last)"
+        )
     if not cfg.run.save_every and last - run.step >= _LONG_RUN:
         warn_on_rank_0(f"--save-every 0: nothing is saved before step {last}; a crash loses everything up to there")
 

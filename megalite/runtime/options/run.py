@@ -89,7 +89,8 @@ class RunConfig:
     spike_threshold: float = 1.5
     """A loss above this multiple of the median of the last 32 losses is a spike."""
     save_model_every: int = 0
-    """Steps between saves of the weights alone, as bf16; a step with a full save has none. 0: never."""
+    """Steps between saves of the weights alone, as bf16; a step with a full save has none, also when --keep-last has
+    deleted that one. 0: never."""
     save_model_delta: int = 0
     """With --save-model-every: of so many such saves the first is whole, the others are differences of it, without loss
     (docs/checkpoints.md). Needs the package zstandard. 0: all are whole."""

@@ -24,7 +24,8 @@ class Recorder(Observer):
 
     One JSON-lines file per pipeline rank: the schedule, then for each recorded step
     {"step": n, "ops": [[op, begun, ready, done], ...]}, in seconds since a barrier before the step. `ready` is the
-    arrival of the message that the operation waits for. On a GPU, times are those of the enqueued work on the device.
+    arrival of the message that the operation waits for; of a pair, whose passes wait one after the other, the work
+    between the two waits is left out of it. On a GPU, times are those of the enqueued work on the device.
 
     Args:
         folder: folder of the files.
@@ -42,9 +43,8 @@ class Recorder(Observer):
         self.executor = executor
         self.schedule = schedule
         self.steps = steps if ctx.grid.is_first_except(ctx.rank, "pp") else range(0)
-        self._marks: list[tuple[str, Any, Any, Any]] = []
-        self._begun: Any = None
-        self._ready: Any = None
+        # Of each operation its begin, the begin and end of each wait, and its end.
+        self._marks: list[tuple[str, list[Any]]] = []
         self._has_header = False
 
     @contextmanager
@@ -64,16 +64,20 @@ class Recorder(Observer):
         self._write(step, zero)
 
     def begin(self, op: Op) -> None:
-        """Note the start time, which is also `ready` unless a message arrives later."""
-        self._begun = self._ready = self._now()
+        """Note the start time."""
+        self._marks.append((str(op), [self._now()]))
+
+    def waits(self) -> None:
+        """Note the beginning of a wait."""
+        self._marks[-1][1].append(self._now())
 
     def arrived(self) -> None:
-        """Note the arrival time."""
-        self._ready = self._now()
+        """Note its end."""
+        self._marks[-1][1].append(self._now())
 
     def end(self, op: Op) -> None:
-        """Note the end time, and keep all three."""
-        self._marks.append((str(op), self._begun, self._ready, self._now()))
+        """Note the end time."""
+        self._marks[-1][1].append(self._now())
 
     def _now(self) -> Any:
         if self.ctx.device.type == "cpu":
@@ -87,8 +91,12 @@ class Recorder(Observer):
             return mark - zero if isinstance(mark, float) else zero.elapsed_time(mark) / 1e3
 
         if self._marks and not isinstance(zero, float):
-            self._marks[-1][3].synchronize()
-        ops = [[op, *(round(seconds(mark), 7) for mark in marks)] for op, *marks in self._marks]
+            self._marks[-1][1][-1].synchronize()
+        ops = []
+        for op, marks in self._marks:
+            begun, *waits, done = map(seconds, marks)
+            ready = waits[1] + sum(waits[3::2]) - sum(waits[2::2]) if waits else begun
+            ops.append([op, *(round(t, 7) for t in (begun, ready, done))])
         lines = [{"step": step, "ops": ops}]
         if not self._has_header:
             s = self.schedule

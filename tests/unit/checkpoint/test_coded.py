@@ -33,6 +33,7 @@ from megalite.runtime.checkpoint.manifest import FileEntry, read_manifest
 from megalite.runtime.checkpoint.mirror import Mirror
 from megalite.runtime.checkpoint.save import Checkpointer, SaveError
 from tests.faults import checkpoint_states as cs
+from tests.rows import always_run
 from tests.workers import WorkerPool
 
 CTX = ParallelContext.single()
@@ -318,6 +319,42 @@ def test_a_run_that_codes_its_saves_is_the_same_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"differ from what was written \(CRC32\)"):
         export_hf(paths[1], tmp_path / "c")
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    always_run(
+        [{"optimizer": name} for name in ("adamw", "muon", "lion", "lamb")] + [{"moments_dtype": "bf16"}],
+        {"moments_dtype": "bf16"},
+    ),
+    ids=str,
+)
+def test_the_bits_of_what_an_optimizer_keeps(tmp_path: Path, options: dict[str, Any]) -> None:
+    shards = []
+    for code, decoded in (("none", Path.read_bytes), ("planes-zstd", plain_bytes)):
+        given = {**cs.RUN, **options, "run_dir": str(tmp_path / code), "train_steps": 2, "save_code": code}
+        with megalite.start(megalite.configure(**given)) as run:
+            assert len(list(megalite.steps(run))) == 2
+        (shard,) = (tmp_path / code / "checkpoints/step_00000002").glob("rank_*")
+        shards.append(decoded(shard))
+    assert shards[0] == shards[1]
+
+
+def test_where_the_newest_is_damaged_the_one_before_it_is_taken(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    for step in (5, 6):
+        shutil.copytree(pair[1], tmp_path / f"step_0000000{step}")
+    newest = tmp_path / "step_00000006"
+    commit(newest, lambda content, data: content.update(step=6, meta={**content["meta"], "step": 6}))
+    found = find_good(tmp_path, CTX)
+    assert found is not None
+    assert found.path == newest
+    shard = newest / "rank_00000.coded"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    with pytest.raises(UserError, match="step_00000006"):
+        find_good(tmp_path, CTX)
+    found = find_good(tmp_path, CTX, fallback=True)
+    assert found is not None
+    assert found.path == tmp_path / "step_00000005"
 
 
 def test_without_the_package(tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

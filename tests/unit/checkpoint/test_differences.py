@@ -99,7 +99,9 @@ def test_differences_refer_to_the_last_whole_one_and_have_its_bits(saved: Path) 
     assert "all checksums are correct" in text
 
 
-@pytest.mark.parametrize(("base_by", "saved_by", "loaded_by"), [(2, 1, 2), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("base_by", "saved_by", "loaded_by"), [(2, 1, 2), (1, 2, 1), pytest.param(4, 2, 4, marks=pytest.mark.full)]
+)
 def test_base_and_difference_of_other_layouts(
     pool: WorkerPool, tmp_path: Path, base_by: int, saved_by: int, loaded_by: int
 ) -> None:
@@ -135,11 +137,13 @@ def test_a_base_that_is_not_there_is_named(saved: Path, copy: Path) -> None:
 
 def test_damage_of_base_and_difference(saved: Path, copy: Path) -> None:
     for damaged in ("model_00000001", "model_00000002"):
-        shard = copy / damaged / "rank_00000.coded"
-        whole = shard.read_bytes()
-        shard.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
-        assert_refused(copy / "model_00000002", damaged, "CRC32")
-        shard.write_bytes(whole)
+        for file, words in (("rank_00000.coded", "CRC32"), ("manifest.json", ""), ("COMMIT", "")):
+            path = copy / damaged / file
+            whole = path.read_bytes()
+            at = len(whole) // 2
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            assert_refused(copy / "model_00000002", damaged, words)
+            path.write_bytes(whole)
     assert loaded(copy / "model_00000002") == loaded(saved / "whole" / "model_00000002")
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from megalite.core.base.errors import UserError
+from megalite.core.mesh.context import ParallelContext
 from megalite.core.parts.schedules.simulate import Simulation, simulate
-from megalite.core.pipeline.schedule import Costs, build_schedule
+from megalite.core.pipeline.schedule import Costs, Op, build_schedule
 from megalite.extras.view.recording import measured_costs, measured_step, read_recording
 from megalite.extras.view.schedule import main
+from megalite.runtime.record.schedule_recorder import Recorder
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
@@ -121,7 +123,6 @@ def test_mistakes(tmp_path: Path, arguments: list[str], words: str) -> None:
 def train_recorded(rank: int, folder: str, steps: range) -> list[tuple[float, float]]:
     """Four steps at tp 2, pp 2, those of `steps` recorded."""
     from megalite.core.parts.schedules.choose import schedule_of
-    from megalite.runtime.record.schedule_recorder import Recorder
 
     cfg = jobs.make_config(jobs.llama(), {"tp": 2, "pp": 2, "schedule": "zb-h1"}, micro_batch_size=1)
     engine = jobs.start(rank, cfg, 4)
@@ -131,6 +132,30 @@ def train_recorded(rank: int, folder: str, steps: range) -> list[tuple[float, fl
         with recorder.step(step):
             out += jobs.run_steps(engine, 1, step)
     return out
+
+
+def test_of_a_pair_both_waits_count_and_the_work_between_them_does_not(tmp_path: Path) -> None:
+    """The backward pass begins: it waits from 1 to 3, works, and hands over; the forward pass waits from 10 to 14."""
+    schedule = build_schedule("1f1b-overlap", 2, 1, 2)
+    recorder = Recorder(tmp_path, ParallelContext.single(), cast(Any, None), schedule, range(1, 2))
+    clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 20.0, 20.0, 21.0, 22.0])
+    recorder._now = lambda: next(clock)  # type: ignore[method-assign]
+    forward, backward, alone = Op("F", 1, 0, beside=True), Op("B", 0, 0), Op("B", 1, 0)
+    recorder.begin(forward)
+    for _ in range(2):
+        recorder.waits()
+        recorder.arrived()
+    recorder.end(forward)
+    for op in (backward, alone):
+        recorder.begin(op)
+        recorder.end(op)
+    recorder._write(1, 0.0)
+    (line,) = (tmp_path / "pipeline_rank_0.jsonl").read_text().splitlines()[1:]
+    assert json.loads(line)["ops"] == [
+        [str(forward), 0.0, 7.0, 20.0],
+        [str(backward), 20.0, 20.0, 20.0],
+        [str(alone), 21.0, 21.0, 22.0],
+    ]
 
 
 @pytest.mark.full

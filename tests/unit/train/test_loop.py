@@ -174,6 +174,17 @@ def test_a_run_ends_with_a_save_at_an_interval(tmp_path: Path) -> None:
     assert len({lr for _, lr, _ in one}) == 5
 
 
+@pytest.mark.parametrize(("keep", "missing"), [(2, [4]), (9, [])])
+def test_a_run_names_the_steps_whose_weights_are_pruned(tmp_path: Path, keep: int, missing: list[int]) -> None:
+    saves = f"--save-every 2 --save-model-every 4 --keep-last {keep} --mock-data --train-steps 9 --run-dir {tmp_path}"
+    with open_run(cli.parse([*RUN, *saves.split()]).config, ParallelContext.single()) as run:
+        fit(run)
+    names = {path.name for path in (tmp_path / "checkpoints").glob("*_*")}
+    assert [step for step in (4,) if not names & {f"model_{step:08d}", f"step_{step:08d}"}] == missing
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert [int(n) for n in re.findall(r"every (\d+) steps the weights", log)] == missing
+
+
 def test_what_a_run_says_of_its_best_checkpoint_and_of_its_devices(data: str, tmp_path: Path) -> None:
     """A tracker hears of the best at the end, once; a line has what all ranks' devices did in twenty steps."""
     flags = ["--data", data, "--split", "90,10", "--train-steps", "20", "--eval-every", "10", "--save-every", "10"]

@@ -26,15 +26,19 @@ VERSION = 1
 _LONGEST_CHILD_S = 1800
 _PROCESSOR_S = {"predict": 120, "one_step": 480}
 _LARGEST_CONFIG = 1 << 20
+# Of a run under --elastic.
+_MOST_SIZES = 8
 
 
-def collect(runs: list[tuple[str, Path]], made: str, most: int, cluster: str | None, estimate: bool) -> dict[str, Any]:
+def collect(
+    runs: list[tuple[str, Path]], made: str, most: int | None, cluster: str | None, estimate: bool
+) -> dict[str, Any]:
     """Return what the page shows.
 
     Args:
         runs: name and folder of each run.
         made: time of making, as text.
-        most: points of a curve.
+        most: points of a curve; None: as many as a page has room for.
         cluster: as for `megalite plan --cluster`, or None.
         estimate: run the step of a rank of each stage under fake tensors (some seconds).
 
@@ -51,7 +55,7 @@ def collect(runs: list[tuple[str, Path]], made: str, most: int, cluster: str | N
     }
 
 
-def collect_run(run_dir: Path, most: int, cluster: str | None, estimate: bool) -> dict[str, Any]:
+def collect_run(run_dir: Path, most: int | None, cluster: str | None, estimate: bool) -> dict[str, Any]:
     """Return the parts of one run; arguments as for `collect`."""
     record = Record()
     told: dict[str, Any] = {"curves": part(lambda: _curves(run_dir, record, most))}
@@ -61,13 +65,16 @@ def collect_run(run_dir: Path, most: int, cluster: str | None, estimate: bool) -
     told["checkpoints"] = part(lambda: collect_checkpoints(run_dir))
     world = part(lambda: {"ranks": _world(run_dir, record)})
     config = run_dir / "config.yaml"
-    told |= _predicted(run_dir, config, world["ranks"], cluster) if "ranks" in world else {"layout": world}
+    if "ranks" in world:
+        told |= _predicted(run_dir, config, world["ranks"], _earlier_sizes(record, world["ranks"]), cluster)
+    else:
+        told["layout"] = world
     if "problem" not in told["layout"]:
         told["step"] = part(lambda: _one_step(config, world["ranks"], estimate))
     return told
 
 
-def _curves(run_dir: Path, record: Record, most: int) -> dict[str, Any]:
+def _curves(run_dir: Path, record: Record, most: int | None) -> dict[str, Any]:
     record.fill(run_dir)
     return collect_curves(record, most)
 
@@ -89,21 +96,35 @@ def _world(run_dir: Path, record: Record) -> int:
     return logs
 
 
-def _predicted(run_dir: Path, config: Path, world: int, cluster: str | None) -> dict[str, Any]:
+def _earlier_sizes(record: Record, world: int) -> tuple[int, ...]:
+    """Return the other numbers of ranks that a run under --elastic has had, newest first."""
+    resizes = [event for event in record.events if event["event"] == "resize"]
+    sizes = dict.fromkeys(event.get(name) for event in reversed(resizes) for name in ("to", "from"))
+    return tuple(n for n in sizes if type(n) is int and n > 0 and n != world)[:_MOST_SIZES]
+
+
+def _predicted(
+    run_dir: Path, config: Path, world: int, earlier: tuple[int, ...], cluster: str | None
+) -> dict[str, Any]:
     recording = run_dir / "schedule/pipeline_rank_0.jsonl"
     try:
         stamp = (recording.stat().st_mtime_ns, recording.stat().st_size) if recording.exists() else None
-        return _cached_predictions(read_regular(config, _LARGEST_CONFIG), stamp, run_dir, world, cluster)
+        return _cached_predictions(read_regular(config, _LARGEST_CONFIG), stamp, run_dir, world, earlier, cluster)
     except (OSError, BadFile, subprocess.TimeoutExpired) as e:
         return {"layout": {"problem": f"{config}: {e}"[:1000]}}
 
 
 @lru_cache(maxsize=16)
 def _cached_predictions(
-    content: bytes, stamp: tuple[int, int] | None, run_dir: Path, world: int, cluster: str | None
+    content: bytes,
+    stamp: tuple[int, int] | None,
+    run_dir: Path,
+    world: int,
+    earlier: tuple[int, ...],
+    cluster: str | None,
 ) -> dict[str, Any]:
     """Make what follows from a config, and from a recording of its steps, in a process that may take too long."""
-    done = _run("predict", str(run_dir), str(world), cluster or "")
+    done = _run("predict", str(run_dir), str(world), " ".join(map(str, earlier)), cluster or "")
     told: dict[str, Any] = {}
     for line in done.stdout[: done.stdout.rfind("\n") + 1].splitlines():
         told |= json.loads(line)

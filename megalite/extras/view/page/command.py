@@ -12,12 +12,11 @@ from megalite.core.base.errors import UserError, require
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.page.collect import collect
+from megalite.extras.view.page.curves import MOST_POINTS
 from megalite.extras.view.page.embed import page
 from megalite.extras.view.page.serve import serve
 from megalite.extras.view.runs import names_of_runs
 from megalite.runtime.record.metrics import METRICS_FILE
-
-_MOST_POINTS = 20_000
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -37,7 +36,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="show it on this host (127.0.0.1) instead, with new steps as they come; PORT 0: any (0)",
     )
     parser.add_argument("--cluster", help="of the plan, as for megalite plan (as many H100s as the run has ranks)")
-    parser.add_argument("--max-points", type=int, default=_MOST_POINTS, help=f"points of a curve ({_MOST_POINTS})")
+    parser.add_argument(
+        "--max-points", type=int, help=f"points of a curve ({MOST_POINTS}, fewer if the page would be larger than 3 MB)"
+    )
     parser.add_argument("--no-estimate", action="store_true", help="leave out messages and shares of buckets (faster)")
     parser.add_argument("--hide-paths", action="store_true", help="leave out the folders of this machine")
     return parser.parse_args(argv)
@@ -51,7 +52,8 @@ def main(argv: Sequence[str]) -> None:
     require(bool(named), f"--html {args.html}", "names no file", "add a name, such as run.html")
     folder = args.html.parent if args.html is not None else Path()
     require(folder.is_dir(), f"--html {args.html}", f"there is no folder {folder}", "make it first")
-    require(args.max_points >= 100, f"--max-points {args.max_points}", "must be at least 100", "drop it")
+    enough = args.max_points is None or args.max_points >= 100
+    require(enough, f"--max-points {args.max_points}", "must be at least 100", "drop it")
     for run in args.runs:
         if not (run / METRICS_FILE).exists() and not (run / "config.yaml").exists():
             rule = f"has neither {METRICS_FILE} nor config.yaml"

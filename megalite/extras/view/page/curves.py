@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 from array import array
 from pathlib import Path
@@ -21,10 +22,14 @@ Column = npt.NDArray[np.float64]
 _RECENT = 2_000
 # Values of a column that the page needs in full: float32 has 24 bits.
 _WIDE = ("time", "consumed_tokens", "consumed_samples")
-_MOST_EVENTS = 20_000
 _LOOK_BACK = 1 << 16
 # Numbers above are not exact in JavaScript.
 _MOST_STEPS = 2**53
+# Of the curves and the events of a run together, and of its events: a page is to be sent, and to open at once.
+_MOST_BYTES, _MOST_EVENT_BYTES, _LONGEST_EVENT = 2_600_000, 1_000_000, 20_000
+MOST_POINTS, _FEWEST_POINTS = 20_000, 100
+"""Points of a curve, where all curves together have room for them."""
+_MOST_CURVES, _LONGEST_NAME = 500, 200
 
 
 class Numbers(str):
@@ -37,8 +42,10 @@ class Record:
     As in `read_metrics`, what an earlier attempt did after the step at which a later one began does not count.
 
     Attributes:
-        rows: step -> row of the columns.
-        columns: name of a field -> its numbers; NaN where a line has none.
+        rows: step -> number of its line among those of steps.
+        columns: name of a field -> the lines that have it, and its numbers there.
+        lines: number of lines of steps.
+        too_many: whether fields were left out.
         events: event lines.
         broken: number of lines that are not JSON.
         file, end: inode of the file, and the byte up to which it was read.
@@ -46,7 +53,8 @@ class Record:
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
-        self.columns: dict[str, array[float]] = {}
+        self.columns: dict[str, tuple[array[int], array[float]]] = {}
+        self.lines, self.too_many = 0, False
         self.events: list[dict[str, Any]] = []
         self.broken = 0
         self.file = self.end = 0
@@ -71,28 +79,28 @@ class Record:
             self._add_step(step, line)
 
     def _add_step(self, step: int, line: dict[str, Any]) -> None:
-        row = len(self.columns.setdefault("step", array("d")))
-        self.rows[step] = row
+        self.rows[step] = row = self.lines
+        self.lines += 1
         if type(line.get("nonfinite")) is dict:
             self.events.append({"event": "nonfinite", "step": step, **line["nonfinite"]})
         for name, value in line.items():
-            if type(value) in (int, float):
-                column = self.columns.setdefault(name, array("d"))
-                column.extend([np.nan] * (row - len(column)))
-                column.append(value)
+            if name == "step" or type(value) not in (int, float):
+                continue
+            if name not in self.columns:
+                if len(self.columns) == _MOST_CURVES or len(name) > _LONGEST_NAME:
+                    self.too_many = True
+                    continue
+                self.columns[name] = array("i"), array("d")
+            lines, values = self.columns[name]
+            lines.append(row)
+            values.append(value)
 
-    def table(self) -> tuple[npt.NDArray[np.int64], dict[str, Column]]:
-        """Return the steps in order, and each column at them."""
-        steps = np.array(sorted(self.rows), dtype=np.int64)
-        rows = np.array([self.rows[s] for s in steps.tolist()], dtype=np.int64)
-        longest = len(self.columns.get("step", ()))
-        out = {}
-        for name, column in self.columns.items():
-            whole = np.full(longest, np.nan)
-            whole[: len(column)] = column
-            out[name] = whole[rows]
-        out.pop("step", None)
-        return steps, out
+    def column(self, name: str, rows: npt.NDArray[np.int64]) -> Column:
+        """Return the numbers of a field in some lines; NaN where a line has none."""
+        whole = np.full(self.lines, np.nan)
+        lines, values = self.columns[name]
+        whole[np.array(lines)] = values
+        return whole[rows]
 
 
 def whole_lines(path: Path) -> tuple[int, int]:
@@ -114,39 +122,75 @@ def whole_lines(path: Path) -> tuple[int, int]:
         raise UserError(str(path), rule, "look at a run that has finished a step") from None
 
 
-def collect_curves(record: Record, most: int) -> dict[str, Any]:
-    """Return the curves: at most `most` points and the last steps in full, base64 of little-endian numbers.
+def collect_curves(record: Record, most: int | None) -> dict[str, Any]:
+    """Return the curves: so many points at most, and the last steps in full, base64 of little-endian numbers.
+
+    Args:
+        record: what was read.
+        most: points of a curve; None: `MOST_POINTS`, or fewer of many curves.
 
     Returns:
         points: number of points of a curve; steps: number of steps; per_bucket: steps that four points stand for (1:
         each has its own). x: float64 step of each point. series: name -> float32 values (float64 if `wide`), NaN where
-        there is none. last: the newest value of each. events, broken: of the record.
+        there is none. last: the newest value of each. fields_left_out: whether there are. events, broken: of the
+        record.
     """
-    steps, columns = record.table()
+    steps = np.array(sorted(record.rows), dtype=np.int64)
+    rows = np.array([record.rows[s] for s in steps.tolist()], dtype=np.int64)
+    events, size = _newest(record.events)
+    if most is None:
+        room = _MOST_BYTES - size - 2 * _length(list(record.columns))
+        numbers = 2 + sum(1 + (name in _WIDE) for name in record.columns)  # of four bytes, which base64 makes 16/3
+        most = max(_FEWEST_POINTS, min(MOST_POINTS, room * 3 // (16 * numbers)))
     per_bucket, starts = 1, len(steps)
     if len(steps) > most:
         starts = max(0, len(steps) - min(_RECENT, most // 2))
         per_bucket = max(4, -(-4 * starts // max(4, most - (len(steps) - starts))))
     buckets = [slice(i, min(i + per_bucket, starts)) for i in range(0, starts, per_bucket)] if per_bucket > 1 else []
     x = np.concatenate([_ends(steps[b]) for b in buckets] + [steps[starts if buckets else 0 :]])
-    series = {}
-    for name, values in sorted(columns.items()):
+    series, last = {}, {}
+    for name in sorted(record.columns):
+        values = record.column(name, rows)
         # Where a point stands is not what it shows: x and the other axes have the ends of a bucket.
         cut_bucket = _ends if name in _WIDE else _extremes
         cut = np.concatenate([cut_bucket(values[b]) for b in buckets] + [values[starts if buckets else 0 :]])
         if np.isfinite(cut).any():
             series[name] = {"wide": name in _WIDE, "data": _encoded(cut, "<f8" if name in _WIDE else "<f4")}
+        if len(values) and np.isfinite(values[-1]):
+            last[name] = values[-1]
     return {
         "points": len(x),
         "steps": len(steps),
         "per_bucket": per_bucket,
         "x": _encoded(x, "<f8"),
         "series": series,
-        "last": {name: values[-1] for name, values in columns.items() if len(values) and np.isfinite(values[-1])},
-        "events": record.events[-_MOST_EVENTS:],
-        "events_left_out": max(0, len(record.events) - _MOST_EVENTS),
+        "last": last,
+        "fields_left_out": record.too_many,
+        "events": events,
+        "events_left_out": len(record.events) - len(events),
         "broken": record.broken,
     }
+
+
+def _newest(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Return the newest events that a page has room for, and their size as text."""
+    kept: list[dict[str, Any]] = []
+    size = 0
+    for event in reversed(events):
+        length = _length(event)
+        if length > _LONGEST_EVENT:
+            continue
+        if size + length > _MOST_EVENT_BYTES:
+            break
+        kept.append(event)
+        size += length
+    return kept[::-1], size
+
+
+def _length(value: Any) -> int:
+    """Return the length of a value on the page, where each of <, > and & takes six characters."""
+    text = json.dumps(value)
+    return len(text) + 5 * sum(map(text.count, "<>&"))
 
 
 def _encoded(values: npt.NDArray[Any], dtype: str) -> Numbers:

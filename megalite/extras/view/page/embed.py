@@ -49,6 +49,8 @@ def page(data: dict[str, Any], title: str, hide: str | None = None, live: bool =
         **({"connect-src": "'self'"} if live else {}),
     }
     written = "; ".join(f"{name} {value}" for name, value in policy.items())
+    # Where the server reads on; a copy of the run has the same page without.
+    runs = [{name: part for name, part in run.items() if live or name != "live"} for run in data["runs"]]
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -62,7 +64,7 @@ def page(data: dict[str, Any], title: str, hide: str | None = None, live: bool =
 </head>
 <body>
 <noscript>This page needs JavaScript; it asks no server for anything.</noscript>
-<script type="application/json" id="data">{to_json({**data, "live": live}, hide)}</script>
+<script type="application/json" id="data">{to_json({**data, "runs": runs, "live": live}, hide)}</script>
 <script>{library}</script>
 <script>{script}</script>
 </body>

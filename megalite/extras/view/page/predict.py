@@ -23,8 +23,15 @@ PARTS = ("layout", "grid", "schedule", "memory", "plan")
 """The slowest last: those before it are there if it takes too long."""
 
 
-def main(run_dir: Path, world: int, cluster: str | None) -> None:
-    """Print {part: content} of each of `PARTS`, or of a config that is wrong {"layout": {"problem": why}} alone."""
+def main(run_dir: Path, world: int, earlier: list[int], cluster: str | None) -> None:
+    """Print {part: content} of each of `PARTS`, or of a config that is wrong {"layout": {"problem": why}} alone.
+
+    Args:
+        run_dir: the run's folder.
+        world: number of its ranks.
+        earlier: other numbers of ranks that it had; `grid` has the grids of these as `earlier`.
+        cluster: as for `megalite plan --cluster`, or None.
+    """
     made: list[tuple[Config, Grid]] = []
 
     def layout() -> dict[str, Any]:
@@ -36,7 +43,8 @@ def main(run_dir: Path, world: int, cluster: str | None) -> None:
     if not made:
         return
     cfg, grid = made[0]
-    _print(grid=part(lambda: collect_grid(cfg, grid)))
+    grids = [Grid.from_config(cfg.parallel, n) for n in earlier]
+    _print(grid=part(lambda: {**collect_grid(cfg, grid), "earlier": [collect_grid(cfg, other) for other in grids]}))
     _print(schedule=part(lambda: collect_schedule(run_dir, cfg, grid)))
     _print(memory=part(lambda: collect_memory(cfg, grid)))
     _print(plan=part(lambda: collect_plan(cfg, grid, cluster)))
@@ -57,4 +65,4 @@ def _described(cfg: Config) -> dict[str, Any]:
 
 if __name__ == "__main__":
     limit_processor_time(int(sys.argv[1]))
-    main(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] or None)
+    main(Path(sys.argv[2]), int(sys.argv[3]), [int(n) for n in sys.argv[4].split()], sys.argv[5] or None)

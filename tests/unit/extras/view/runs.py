@@ -7,6 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megalite.core.parts.schedules.simulate import simulate
+from megalite.core.pipeline.order import together
+from megalite.core.pipeline.schedule import Costs, build_schedule
+
 HOSTILE = [
     "</script><script>window.pwned=1</script>",
     "<!--<script>",
@@ -56,4 +60,34 @@ def hostile_run(folder: Path) -> Path:
     }.items():
         (run / "checkpoints" / name).mkdir(parents=True)
         (run / "checkpoints" / name / "manifest.json").write_text(content)
+    (run / "checkpoints/step_00000004").symlink_to("step_00000004")
+    (run / "checkpoints/step_00000005").mkdir()
+    os.mkfifo(run / "checkpoints/step_00000005/manifest.json")
+    (run / "logs").symlink_to("logs")
     return run
+
+
+def record_schedule(run: Path, name: str, vp: int, costs: Costs) -> float:
+    """Write what `--record-schedule` would, had the plan come true: of a pair the backward pass takes no time.
+
+    Returns:
+        Milliseconds that the step takes.
+    """
+    schedule = build_schedule(name, 2, vp, 8)
+    plan = simulate(schedule, costs)
+    times = {str(event.op): (event.start, event.finish) for event in (*plan.compute, *plan.transfers)}
+    (run / "schedule").mkdir(parents=True)
+    for rank, program in enumerate(schedule.programs):
+        rows: list[list[Any]] = []
+        free = 0.0
+        for op, *beside in together(program):
+            ready, done = times.get(str(op), (0.0, 0.0))
+            if beside:
+                done = times[str(beside[0])][1]
+            begun, free = (free, done) if op.is_compute else (ready, free)
+            rows.append([str(op), begun / 1e3, ready / 1e3, done / 1e3])
+            rows += [[str(other), done / 1e3, done / 1e3, done / 1e3] for other in beside]
+        head = {"schedule": name, "pp": 2, "vp": vp, "num_microbatches": 8, "pipeline_rank": rank, "device": "cpu"}
+        lines = [head, {"step": 3, "ops": rows}]
+        (run / f"schedule/pipeline_rank_{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return plan.makespan

@@ -9,7 +9,10 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
+import tracemalloc
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +25,7 @@ import pytest
 
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.grid import Grid
+from megalite.core.pipeline.schedule import Costs
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.view.metrics import read_metrics
 from megalite.extras.view.page.collect import _PROCESSOR_S, collect
@@ -32,12 +36,12 @@ from megalite.extras.view.page.predict import PARTS
 from megalite.extras.view.page.serve import Server
 from megalite.runtime.options import cli
 from tests.unit.checkpoint import differences
-from tests.unit.extras.view.runs import HOSTILE, hostile_run, write
+from tests.unit.extras.view.runs import HOSTILE, hostile_run, record_schedule, write
 
 FOLDER = Path(__file__).parents[4] / "megalite/extras/view/page"
 
 
-def collected(*runs: Path, most: int = 20_000) -> dict[str, Any]:
+def collected(*runs: Path, most: int | None = None) -> dict[str, Any]:
     return collect([(run.name, run) for run in runs], "now", most, None, estimate=False)
 
 
@@ -90,6 +94,39 @@ def test_of_many_steps_no_extreme_is_lost_and_the_newest_are_all_there(tmp_path:
         assert (bucket.min(), bucket.max()) == (drawn.min(), drawn.max())
 
 
+def test_a_page_of_many_fields_and_events_is_no_larger_than_3_mb(tmp_path: Path) -> None:
+    rng = np.random.default_rng(7)
+    values = rng.normal(size=(8_000, 90))
+    values[4_321, 50] = 1e9
+    lines: list[Any] = []
+    for step, row in enumerate(values.tolist(), start=1):
+        lines.append({"step": step, "time": 1e9 + step, **{f"layers.{i}.load": x for i, x in enumerate(row)}})
+        lines.append({"event": "spike", "step": step, "said": "<&>" * 70})
+    lines += [{"event": "note", "step": 8_000, "said": ["y" * 1_000] * 999}, {"event": "save", "step": 8_000}]
+    data = collected(write(tmp_path / "run", lines))
+    assert 2_500_000 < len(page(data, "run")) < 3_000_000
+    curves = data["runs"][0]["curves"]
+    for i in (0, 50, 89):
+        drawn = column(curves, f"layers.{i}.load")
+        assert (drawn.min(), drawn.max()) == (np.float32(values[:, i].min()), np.float32(values[:, i].max()))
+    assert [event["event"] for event in curves["events"][-2:]] == ["spike", "save"]
+    assert len(curves["events"]) + curves["events_left_out"] == 8_002
+    assert not curves["fields_left_out"]
+
+
+def test_fields_that_only_one_line_has_take_no_memory(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 2.0, f"x{step}": 1.0, "y" * 10_000: 1.0} for step in range(1, 3_001)]
+    run = write(tmp_path / "run", lines)
+    tracemalloc.start()
+    curves = collected(run)["runs"][0]["curves"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+    assert (curves["steps"], curves["fields_left_out"], "loss" in curves["series"]) == (3_000, True, True)
+    assert len(curves["series"]) == 500
+    assert np.nanmax(column(curves, "x7")) == 1
+
+
 def test_a_hostile_folder_is_text_and_blanks_no_other_view(tmp_path: Path) -> None:
     run = hostile_run(tmp_path)
     data = collected(run)
@@ -99,7 +136,7 @@ def test_a_hostile_folder_is_text_and_blanks_no_other_view(tmp_path: Path) -> No
     assert steps_of(parts["curves"])[-1] == 10
     assert "not a regular file" in parts["experts"]["problem"]
     assert "problem" in parts["layout"]
-    assert [("problem" in folder) for folder in parts["checkpoints"]["folders"]] == [True] * 3
+    assert [("problem" in folder) for folder in parts["checkpoints"]["folders"]] == [True] * 4
     html = page(data, run.name)
     block = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
     assert block is not None
@@ -161,6 +198,31 @@ def test_a_pipeline_in_the_shape_of_a_v_under_zero(zero: int) -> None:
     for param in told["params"]:
         layer = re.search(r"layers\.(\d)", param["name"])
         assert param["pp"] == [int(layer is not None and layer[1] in "12")], param["name"]
+
+
+MAKE = """
+from pathlib import Path
+from megalite.extras.view.page.collect import collect
+from megalite.extras.view.page.embed import page
+print(page(collect([("run", Path("run"))], "now", None, None, estimate=True), "run"))
+"""
+
+
+@pytest.mark.full
+def test_a_copy_of_a_run_has_the_same_page_in_another_process(tmp_path: Path) -> None:
+    flags = "--num-layers 2 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu --tp 2"
+    flags += " --num-experts 4 --ep 2 --micro-batch-size 1 --global-batch-size 4 --train-steps 1 --lr 1e-3"
+    config = cli.parse(flags.split(), world=4, dialect=DIALECT).config
+    run = write(tmp_path / "a/run", [{"event": "start", "step": 0, "ranks": 4}, {"step": 1, "loss": 1.0, "lr": 1e-3}])
+    (run / "config.yaml").write_text(cli.to_yaml(config))
+    differences.save(run / "checkpoints", [1, 2], 2)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    pages = []
+    for folder, seed in (("a", "1"), ("b", "2")):
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        pages.append(subprocess.check_output([sys.executable, "-c", MAKE], env=env, cwd=tmp_path / folder))
+    assert b'"buckets":{"' in pages[0]
+    assert pages[0] == pages[1]
 
 
 def test_only_the_page_s_own_script_may_run(tmp_path: Path) -> None:
@@ -261,6 +323,35 @@ def test_a_difference_names_its_base_and_the_folder_that_this_is(tmp_path: Path)
     assert ("2", first, f"aside_1_{first}") in bases()
     shutil.rmtree(run / "checkpoints" / f"aside_1_{first}")
     assert ("2", first, None) in bases()
+
+
+def test_each_source_that_is_missing_leaves_the_other_views(tmp_path: Path) -> None:
+    """And its own view says what writes it."""
+    flags = "--num-layers 2 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu --pp 2"
+    flags += " --num-experts 4 --micro-batch-size 1 --global-batch-size 4 --train-steps 1 --lr 1e-3"
+    config = cli.parse(flags.split(), world=2, dialect=DIALECT).config
+    run = write(tmp_path / "run", [{"event": "start", "step": 0, "ranks": 2}, {"step": 1, "loss": 1.0}])
+    (run / "config.yaml").write_text(cli.to_yaml(config))
+    (run / "experts.jsonl").write_text('{"step": 1, "layers": [0, 1], "tokens": [[4, 4, 4, 4], [4, 4, 4, 4]]}\n')
+    differences.save(run / "checkpoints", [1, 2], 2)
+    record_schedule(run, "1f1b", 1, Costs())
+    (whole,) = collected(run)["runs"]
+    predicted = ("layout", "grid", "schedule", "memory", "plan")
+    assert not [name for name in ("curves", "experts", "checkpoints", *predicted) if "problem" in whole[name]]
+    assert whole["schedule"]["measured"] is not None
+    sources = {"metrics.jsonl": ("curves", "live"), "config.yaml": (*predicted, "step"), "schedule": ("schedule",)}
+    sources |= {"experts.jsonl": ("experts",), "checkpoints": ("checkpoints",)}
+    for source, views in sources.items():
+        (run / source).rename(tmp_path / source)
+        (run / "logs").mkdir()
+        for rank in range(2):
+            (run / f"logs/rank_{rank}.log").touch()
+        (made,) = collected(run)["runs"]
+        assert {name for name in whole if made.get(name) != whole[name]} == set(views), source
+        told = made[views[0]]
+        assert told.get("remedy") or told.get("problem") or "--record-schedule" in told["missing"], source
+        shutil.rmtree(run / "logs")
+        (tmp_path / source).rename(run / source)
 
 
 def test_the_page_is_made_whatever_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

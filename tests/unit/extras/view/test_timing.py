@@ -2,57 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megalite.core.mesh.grid import Grid
-from megalite.core.parts.schedules.simulate import simulate
-from megalite.core.pipeline.order import together
-from megalite.core.pipeline.schedule import Costs, build_schedule
+from megalite.core.pipeline.schedule import Costs
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.view.page.timing import collect_schedule
 from megalite.runtime.options import cli
+from tests.unit.extras.view.runs import record_schedule
 
 FLAGS = "--num-layers 4 --hidden-size 32 --num-heads 2 --vocab-size 64 --seq-len 8 --mock-data --device cpu --pp 2"
 START, END, WAIT, CRITICAL, BESIDE = 4, 5, 6, 7, 9
 
 
-def record(run: Path, name: str, vp: int, costs: Costs) -> float:
-    """Write what `--record-schedule` would, had the plan come true: of a pair the backward pass takes no time.
-
-    Returns:
-        Milliseconds that the step takes.
-    """
-    schedule = build_schedule(name, 2, vp, 8)
-    plan = simulate(schedule, costs)
-    times = {str(event.op): (event.start, event.finish) for event in (*plan.compute, *plan.transfers)}
-    (run / "schedule").mkdir(parents=True)
-    for rank, program in enumerate(schedule.programs):
-        rows: list[list[Any]] = []
-        free = 0.0
-        for op, *beside in together(program):
-            ready, done = times.get(str(op), (0.0, 0.0))
-            if beside:
-                done = times[str(beside[0])][1]
-            begun, free = (free, done) if op.is_compute else (ready, free)
-            rows.append([str(op), begun / 1e3, ready / 1e3, done / 1e3])
-            rows += [[str(other), done / 1e3, done / 1e3, done / 1e3] for other in beside]
-        head = {"schedule": name, "pp": 2, "vp": vp, "num_microbatches": 8, "pipeline_rank": rank, "device": "cpu"}
-        lines = [head, {"step": 3, "ops": rows}]
-        (run / f"schedule/pipeline_rank_{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return plan.makespan
-
-
 @pytest.mark.parametrize(("name", "vp"), [("1f1b-overlap", 1), ("interleaved-overlap", 2), ("1f1b", 1)])
 def test_a_pair_has_one_place_and_both_of_its_passes(tmp_path: Path, name: str, vp: int) -> None:
-    whole = record(tmp_path, name, vp, Costs(forward=2.0, input_grad=3.0, weight_grad=1.0))
+    whole = record_schedule(tmp_path, name, vp, Costs(forward=2.0, input_grad=3.0, weight_grad=1.0))
     cfg = cli.parse([*FLAGS.split(), "--vp", str(vp)], world=2, dialect=DIALECT).config
     told = collect_schedule(tmp_path, cfg, Grid.from_config(cfg.parallel, 2))
     for key in ("planned", "measured"):
@@ -93,7 +64,7 @@ def test_the_critical_path_follows_what_was_waited_for(costs: Costs, name: str) 
     costs = replace(costs, stage_scale=(costs.stage_scale or ())[: 2 * vp])
     cfg = cli.parse([*FLAGS.split(), "--vp", str(vp)], world=2, dialect=DIALECT).config
     with TemporaryDirectory() as folder:
-        record(Path(folder), name, vp, costs)
+        record_schedule(Path(folder), name, vp, costs)
         told = collect_schedule(Path(folder), cfg, Grid.from_config(cfg.parallel, 2))["planned"]
     chain = sorted({(op[START], op[END]) for lane in told["ops"] for op in lane if op[CRITICAL]})
     assert chain[0][0] == pytest.approx(0)

@@ -142,11 +142,12 @@ function tick(label, on, onchange) {
 }
 
 function cutNote(run) {
-  const { per_bucket: per, steps, broken, events_left_out: left } = run.curves;
+  const { per_bucket: per, steps, broken, events_left_out: left, fields_left_out: fields } = run.curves;
   const parts = [];
   if (per > 1) parts.push(t("{n} steps: of each {per} the first, lowest, highest and last are drawn; the newest in full.", { n: whole(steps), per }));
   if (broken) parts.push(t("{n} lines of metrics.jsonl are broken and left out.", { n: whole(broken) }));
-  if (left) parts.push(t("{n} older events are left out.", { n: whole(left) }));
+  if (fields) parts.push(t("It has too many fields, or such with long names: not all have a curve."));
+  if (left) parts.push(t("{n} older or very long events are left out.", { n: whole(left) }));
   return parts.length ? note(foreign(run.name), ": ", parts.join(" ")) : null;
 }
 

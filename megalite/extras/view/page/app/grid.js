@@ -61,10 +61,24 @@ function holdings(run, rank, zero) {
   return out;
 }
 
+// A run as it was with another number of ranks (--elastic); buckets are told for the newest alone.
+function atSize(run, size) {
+  const grid = run.grid.earlier.find(({ world }) => world === size);
+  return grid ? { ...run, grid, step: { problem: t("shares are those of the newest size") } } : run;
+}
+
+// A number of ranks, and the steps that it has done.
+function sizeText(run, size) {
+  if (!isThere(run.curves)) return `${size}`;
+  const { steps, columns } = columnsOf(run);
+  const ranks = columns.get("ranks") || [];
+  return `${size}: ${t("step")} ${spans(steps.filter((_, i) => ranks[i] === size))}`;
+}
+
 function gridView(state) {
-  const { run } = state;
+  if (!isThere(state.run.grid)) return [missing(state.run.grid || state.run.layout)];
+  const run = atSize(state.run, state.size);
   const { grid } = run;
-  if (!isThere(grid)) return [missing(grid || run.layout)];
   const panel = el("div", { id: "rank" });
   const settings = { rank: 0, zero: grid.zero, filter: "", all: false };
   const show = () => fill(panel, rankPanel(run, settings, show, select));
@@ -83,7 +97,9 @@ function gridView(state) {
   const board = rankBoard(run, buttons, select);
   select(0);
   const sizes = [...grid.axes, ...(grid.experts || []).filter(([name]) => ["ep", "edp"].includes(name))].map(([name, size]) => `${name} ${size}`);
+  const all = [state.run.grid, ...state.run.grid.earlier].map(({ world }) => [world, sizeText(state.run, world)]);
   return [
+    all.length > 1 ? choice(t("Ranks of the run"), all, grid.world, (n) => { state.size = Number(n); state.reopen(); }) : null,
     note(t("{n} ranks: ", { n: grid.world }) + sizes.join(" × ") + ". ", t("Rows are pipeline ranks (pp). Click a rank, or move with the arrows.")),
     grid.world > grid.ranks.length ? note(t("Only the first {n} ranks are shown.", { n: grid.ranks.length })) : null,
     board, panel, holdersOf(run), stageTable(run),
