@@ -137,7 +137,7 @@ STARTS = np.array([[0] * 5 + [5] * 4 + [9] * 7, [0] * 2 + [2] * 13 + [15]] * (jo
 
 
 def train_packed(rank: int, cfgs: Sequence[Config], world: int) -> list[list[tuple[float, float]]]:
-    """By config: (loss, gradient norm) of five steps on samples of several documents."""
+    """By config: (loss, gradient norm) of three steps on samples of several documents."""
     from megalite.core.step import train_step
 
     out = []
@@ -146,7 +146,7 @@ def train_packed(rank: int, cfgs: Sequence[Config], world: int) -> list[list[tup
         share = jobs.BATCH // engine.ctx.dp.size
         mine = slice(engine.ctx.dp.rank * share, (engine.ctx.dp.rank + 1) * share)
         figures = []
-        for step, batch in enumerate(jobs.batches(5), 1):
+        for step, batch in enumerate(jobs.batches(), 1):
             result = train_step(engine, Rows(batch[mine, :-1], batch[mine, 1:], STARTS[mine]), step)
             figures.append((result.loss, result.grad_norm))
         out.append(figures)

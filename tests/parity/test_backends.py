@@ -14,7 +14,6 @@ import pytest
 from megalite.core.ops import resolve
 from megalite.core.options.model import ModelConfig
 from tests.parity import jobs
-from tests.rows import always_run
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {"llama": jobs.llama(2), "gpt2": jobs.gpt2(2)}
@@ -35,15 +34,16 @@ def test_cpp(model: str) -> None:
     np.testing.assert_allclose(steps(MODELS[model], "cpp", 6), steps(MODELS[model], "torch", 6), rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", always_run(MODELS))
-def test_triton_interpreted(model: str) -> None:
+@pytest.mark.full
+def test_triton_interpreted() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    code = f"""
+    code = """
 import json
 from tests.parity.test_backends import MODELS, steps
-print(json.dumps(steps(MODELS[{model!r}], "triton", 2)))
+print(json.dumps([steps(model, "triton", 2) for model in MODELS.values()]))
 """
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(json.loads(done.stdout.splitlines()[-1]), steps(MODELS[model], "torch", 2), rtol=1e-5)
+    expected = [steps(model, "torch", 2) for model in MODELS.values()]
+    np.testing.assert_allclose(json.loads(done.stdout.splitlines()[-1]), expected, rtol=1e-5)

@@ -18,7 +18,7 @@ from megalite.core.options.compression import CODECS
 from megalite.runtime.options.run import Config
 from tests.codecs import specs_of
 from tests.parity import jobs
-from tests.parity.harness import Result, one_process, put_together, trained
+from tests.parity.harness import STEPS, Result, one_process, put_together, trained
 from tests.rows import always_run
 from tests.workers import WorkerPool
 
@@ -38,16 +38,16 @@ STAGES: list[dict[str, Any]] = [{"pp": 2}, {"pp": 2, "vp": 2, "schedule": "inter
 NO_WORSE = 1.3
 
 
-def config(compress: str, **layout: Any) -> Config:
-    cfg = jobs.make_config(jobs.llama(), {"bucket_size": 1, **layout}, compress=compress, micro_batch_size=2)
+def config(compress: str, layers: int = 2, **layout: Any) -> Config:
+    cfg = jobs.make_config(jobs.llama(layers), {"bucket_size": 1, **layout}, compress=compress, micro_batch_size=2)
     return replace(cfg, optim=replace(cfg.optim, clip_grad=0.0))
 
 
-def compressed(rank: int, cfgs: Sequence[Config], world: int, mistake: str = "") -> list[Result]:
+def compressed(rank: int, cfgs: Sequence[Config], world: int, steps: int = STEPS, mistake: str = "") -> list[Result]:
     with pytest.MonkeyPatch.context() as patch:
         if mistake:
             patch.setattr(*MISTAKES[mistake]())
-        return trained(rank, cfgs, world)
+        return trained(rank, cfgs, world, steps=steps)
 
 
 @cache
@@ -69,7 +69,7 @@ class Error:
 
 def errors(pool: WorkerPool, specs: Sequence[str], layout: dict[str, Any], *mistake: str) -> list[Error]:
     """By codec, in a layout of four ranks, all of which report the same figures."""
-    ranks = pool.run(4, compressed, [config(spec, **layout) for spec in specs], 4, *mistake)
+    ranks = pool.run(4, compressed, [config(spec, **layout) for spec in specs], 4, 1, *mistake)
     for results in zip(*ranks):
         assert all(result.steps == results[0].steps for result in results)
         # Of the first step nothing is compressed.
@@ -92,9 +92,9 @@ def test_a_codec_errs_no_more_in_a_layout(pool: WorkerPool, by_dp: list[Error], 
 @pytest.mark.parametrize("layout", always_run(STAGES, STAGES[0]), ids=str)
 def test_stages_cut_between_buckets(pool: WorkerPool, layout: dict[str, Any]) -> None:
     """Residuals, too: figures of the second step are those of two ranks with all layers."""
-    zero = {name: value for name, value in layout.items() if name == "zero"}
-    expected = pool.run(2, compressed, [config(spec, **zero) for spec in SPECS], 2)
-    got = pool.run(4, compressed, [config(spec, **layout) for spec in SPECS], 4)
+    zero, layers = {name: value for name, value in layout.items() if name == "zero"}, 2 * layout.get("vp", 1)
+    expected = pool.run(2, compressed, [config(spec, layers, **zero) for spec in SPECS], 2)
+    got = pool.run(4, compressed, [config(spec, layers, **layout) for spec in SPECS], 4)
     for spec, there, here in zip(SPECS, zip(*expected), zip(*got), strict=True):
         np.testing.assert_allclose(here[0].steps, there[0].steps, rtol=1e-5, err_msg=spec)
         held, meant = (put_together([result.gradients for result in results]) for results in (here, there))

@@ -25,7 +25,7 @@ ROWS: list[tuple[int, dict[str, Any], list[tuple[dict[str, Any], dict[str, Any]]
     (2, {}, [({"zero": 3}, {"micro_batch_size": 1})]),
     # Two, three and three samples: the last pass of a rank has none.
     (3, {}, [({}, {"micro_batch_size": 1})]),
-    (4, {"tp": 2, "ep": 2}, [({}, {"micro_batch_size": 1}), ({"sequence_parallel": False}, {"micro_batch_size": 2})]),
+    (4, {"tp": 2, "ep": 2}, [({}, {"micro_batch_size": 4}), ({"sequence_parallel": False}, {"micro_batch_size": 2})]),
     (4, {"pp": 2, "cp": 2}, [({"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2, "recompute": "full"})]),
 ]
 

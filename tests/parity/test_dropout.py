@@ -52,7 +52,6 @@ class TestDropout(Feature):
             (NEXT, 1, {}, {}),
         ],
         ranks_of(2, pp=2): [
-            (GPT2, 1, {"schedule": "naive"}, {}),
             (LLAMA, 1, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}),
             (GPT2, 1, {"schedule": "zb-h1"}, {"recompute": "selective"}),
             (AHEAD, 1, {"schedule": "zb-v", "vp": 2}, {}),
@@ -75,10 +74,7 @@ class TestDropout(Feature):
         ranks_of(8, tp=2, pp=2): [(GEMMA2, 3, {"schedule": "1f1b", "sequence_parallel": False}, {})],
         ranks_of(4, tp=2, pp=2): [(LATENT, 1, {"schedule": "zb-h1"}, {"recompute": "selective"})],
         ranks_of(8, tp=2, pp=2, ep=2): [(SHARED, 1, {"schedule": "zb-v", "vp": 2}, {})],
-        ranks_of(8, tp=2, pp=2, cp=2): [
-            (GPT2, 2, {"schedule": "zb-v", "vp": 2, "cp_comm": "a2a"}, {}),
-            (AHEAD, 1, {"schedule": "interleaved", "vp": 2, "cp_comm": "gather"}, {}),
-        ],
+        ranks_of(8, tp=2, pp=2, cp=2): [(AHEAD, 2, {"schedule": "zb-v", "vp": 2, "cp_comm": "a2a"}, {})],
     }
 
 
@@ -110,9 +106,9 @@ HALVES: list[list[tuple[int, list[str]]]] = [
 def test_a_resume_on_other_replicas_is_the_run_that_never_stopped(
     pool: WorkerPool, tmp_path: Path, halves: list[tuple[int, list[str]]]
 ) -> None:
-    model = [*runs.MODEL, "--attention-dropout", "0.1"]
-    runs.train(0, [*model, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], 1)
-    for (world, options), steps in zip(halves, ("3", "6")):
+    model = [*runs.MODEL, "--num-layers", "2", "--attention-dropout", "0.1"]
+    runs.train(0, [*model, "--train-steps", "4", "--run-dir", str(tmp_path / "a")], 1)
+    for (world, options), steps in zip(halves, ("2", "4")):
         arguments: list[Any] = [*model, *options, "--train-steps", steps, "--run-dir", str(tmp_path / "b")]
         pool.run(world, runs.train, arguments, world)
     (_, *want), (_, *got) = (zip(*runs.losses(tmp_path / run)) for run in "ab")

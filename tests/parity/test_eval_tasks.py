@@ -248,7 +248,6 @@ def test_figures_are_those_of_transformers_on_the_export(folder: Path) -> None:
 
 ROWS: list[tuple[int, dict[str, Any]]] = [(2, {"tp": 2}), (2, {"zero": 3})]
 MORE_ROWS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"pp": 2}),
     (2, {"cp": 2, "zero": 2}),
     (2, {"pp": 2, "vp": 2, "num_layers": 4}),
     (2, {"ep": 2, "num_experts": 4, "moe_topk": 2, "hidden_dropout": 0.1}),

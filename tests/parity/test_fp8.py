@@ -60,9 +60,11 @@ def config(
     recipe: str, layout: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **train: Any
 ) -> Config:
     sizes = BLOCKS if recipe == "blockwise" else {**SMALL, "seq_len": 64}
+    # Blocks of 128 make wide layers: four of them only where the outer ones stay in bf16.
+    layers = 2 if recipe == "blockwise" and "fp8_keep_bf16" not in train else 4
     # Scales are those of a micro-batch: of the same size in every layout.
     train = {"micro_batch_size": 2, "fp8": recipe, "fp8_emulate": True, **train}
-    return jobs.make_config(jobs.llama(4, **sizes, **(model or {})), layout, **train)
+    return jobs.make_config(jobs.llama(layers, **sizes, **(model or {})), layout, **train)
 
 
 def batches(cfg: Config, steps: int) -> np.ndarray:
@@ -178,7 +180,7 @@ def test_codes_of_norms_and_activations(pool: WorkerPool) -> None:
     assert torch.uint8 not in wide
     # Codes of both norms in every forward pass: with their scales.
     passes = cfg.train.global_batch_size // cfg.train.micro_batch_size
-    assert sent.count(torch.uint8) == 2 * 4 * 2 * passes
+    assert sent.count(torch.uint8) == 2 * cfg.model.num_layers * 2 * passes
     assert wrong != expected
 
 
@@ -427,8 +429,8 @@ def learned(recipe: str, fault: str = "", **train: Any) -> float:
     """Mean loss of the last half of the steps."""
     sizes = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "ffn_hidden_size": 384}
     model = jobs.llama(2, **sizes, seq_len=128, vocab_size=256)
-    train = {"precision": "bf16", "fp8": recipe, "fp8_emulate": recipe != "off", "train_steps": 40, **train}
-    cfg = jobs.make_config(model, **{"micro_batch_size": 2, "global_batch_size": 4, **train})
+    train = {"precision": "bf16", "fp8": recipe, "fp8_emulate": recipe != "off", "train_steps": 24, **train}
+    cfg = jobs.make_config(model, **{"micro_batch_size": 4, "global_batch_size": 4, **train})
     cfg = replace(cfg, optim=replace(cfg.optim, lr=2e-3, warmup_steps=20))
     with pytest.MonkeyPatch.context() as patch:
         plant(patch, fault)
@@ -439,9 +441,9 @@ def learned(recipe: str, fault: str = "", **train: Any) -> float:
 
 @pytest.mark.full
 def test_a_run_learns_as_in_bf16() -> None:
-    """Within 1.5 %, the same seed and data; with scales halved, so that large values are clamped, it is not."""
+    """Within 0.5 %, the same seed and data; with scales halved, so that large values are clamped, it is not."""
     plain = learned("off")
-    assert plain < 3.0
+    assert plain < 3.5  # 5.5 before the first step
     got = {recipe: learned(recipe) / plain - 1 for recipe in RECIPES}
-    assert max(map(abs, got.values())) < 0.015, got
-    assert abs(learned("blockwise", "scale halved") / plain - 1) > 0.015
+    assert max(map(abs, got.values())) < 0.005, got
+    assert abs(learned("blockwise", "scale halved") / plain - 1) > 0.005

@@ -26,7 +26,7 @@ from tests.workers import WorkerPool
 @pytest.mark.parametrize("optimizer", always_run(["adamw-bf16", "adamw-fp32", "lamb-fp32"], "adamw-bf16"))
 def test_same_bits_where_ever_the_state_is(pool: WorkerPool, tmp_path: Path, optimizer: str) -> None:
     name, precision = optimizer.split("-")
-    flags = [*MODEL, "--optimizer", name, "--precision", precision, "--bucket-size", "5000"]
+    flags = [*MODEL, "--num-layers", "2", "--optimizer", name, "--precision", precision, "--bucket-size", "5000"]
     whole = pool.run(2, train, [*flags, "--train-steps", "4", "--run-dir", str(tmp_path / "none")], 2)
     host = ["--offload", "optimizer"]
     disk = [*host, "--offload-dir", str(tmp_path / "disk")]
@@ -35,7 +35,7 @@ def test_same_bits_where_ever_the_state_is(pool: WorkerPool, tmp_path: Path, opt
         resumed = pool.run(2, train, [*flags, *second, "--train-steps", "4", "--run-dir", str(run)], 2)
         assert resumed == whole
         assert losses(run) == losses(tmp_path / "none")
-        if name == "lamb":
+        if precision == "fp32":
             break
     assert list((tmp_path / "disk").iterdir()) == []
 

@@ -134,7 +134,7 @@ CHANGES = [
 def test_moments_of_another_optimizer(tmp_path: Path, change: tuple[str, str, bool, str]) -> None:
     first, second, kept, words = change
     """Those that mean the same are kept; otherwise the run is the one of --reset-optimizer, and the log names them."""
-    flags = [*runs.MODEL, "--hidden-dropout", "0", "--muon-ns", "fp32", "--lr", "3e-4"]
+    flags = [*runs.MODEL, "--num-layers", "2", "--hidden-dropout", "0", "--muon-ns", "fp32", "--lr", "3e-4"]
 
     def run(name: str, steps: int, *more: str) -> str:
         runs.train(0, [*flags, *more, "--train-steps", str(steps), "--run-dir", str(tmp_path / name)], 1)

@@ -21,7 +21,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def in_layouts(rank: int, layouts: Sequence[dict[str, Any]], position: str, world: int) -> list[Result]:
-    cfgs = [config(jobs.llama(position=position), layout.get("zero", 1), layout) for layout in layouts]
+    cfgs = [config(jobs.llama(2, position=position), layout.get("zero", 1), layout) for layout in layouts]
     return [trained(rank, [cfg], world)[0] for cfg in cfgs]
 
 
@@ -35,6 +35,6 @@ def test_it_trains_as_in_one_process(pool: WorkerPool, position: str) -> None:
 @pytest.mark.parametrize("position", always_run(POSITIONS))
 def test_documents_train_as_each_alone(pool: WorkerPool, position: str) -> None:
     """Their positions start anew, wherever ranks cut a sample."""
-    model = jobs.llama(position=position, **packed.SIZES)
+    model = jobs.llama(2, position=position, **packed.SIZES)
     layouts: list[dict[str, Any]] = [{}, {"cp_comm": "gather", "sequence_parallel": False}]
     packed.check(pool, 4, [jobs.make_config(model, {"tp": 2, "cp": 2, **layout}) for layout in layouts])

@@ -26,7 +26,7 @@ OSS = jobs.llama(
 )
 
 # Without routers, whose choices turn by rounding.
-DENSE = replace(OSS, num_experts=None, moe_topk=2, moe_ffn_size=None, ffn_hidden_size=48, init_std=0.1)
+DENSE = replace(OSS, num_experts=None, moe_topk=2, moe_ffn_size=None, ffn_hidden_size=48, init_std=0.1, num_layers=2)
 
 PLACES: dict[str, dict[str, Any]] = {
     "sinks of other heads": {"cp": 2, "cp_comm": "a2a"},
@@ -62,12 +62,7 @@ class TestSinks(Feature):
         (
             DENSE,
             "bf16",
-            [
-                {"tp": 2},
-                {"cp": 2, "cp_comm": "gather"},
-                {"cp": 4, "cp_comm": "ring"},
-                {"cp": 2, "tp": 2, "cp_comm": "a2a"},
-            ],
+            [{"cp": 2, "cp_comm": "gather"}, {"cp": 4, "cp_comm": "ring"}, {"cp": 2, "tp": 2, "cp_comm": "a2a"}],
         )
     ]
     compiled = [(ranks_of(2, tp=2), (replace(OSS, num_layers=2), 1, {}, {}))]

@@ -28,9 +28,16 @@ def meet(rank: int, world: int, folder: str) -> None:
     staged.init_process_group(dist.FileStore(f"{folder}/store", world), rank, world)
 
 
-def check(rank: int, world: int, folder: str, rows: list[str]) -> dict[str, dict[str, Any]]:
+def check(rank: int, world: int, folder: str, known: Path, rows: list[str]) -> dict[str, dict[str, Any]]:
     meet(rank, world, folder)
-    return ranks.check_rows(Path(folder), rows, torch.device("cpu"))
+    return ranks.check_rows(known, rows, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process makes of each model."""
+    ranks.write_expected(folder := tmp_path_factory.mktemp("known"))
+    return folder
 
 
 # A rehearsal of what GPUs run, where each row is another way of messages.
@@ -41,9 +48,8 @@ REHEARSED = [
 
 
 @pytest.mark.parametrize("row", always_run(REHEARSED, REHEARSED[0]))
-def test_a_layout(pool: WorkerPool, row: str, tmp_path: Path) -> None:
-    ranks.write_expected(tmp_path)
-    found = pool.run(8, check, 8, str(tmp_path), [row])
+def test_a_layout(pool: WorkerPool, row: str, known: Path, tmp_path: Path) -> None:
+    found = pool.run(8, check, 8, str(tmp_path), known, [row])
     assert_equal(found, [row])
 
 

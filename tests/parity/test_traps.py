@@ -261,7 +261,7 @@ def test_gradients_reduced_in_bf16(pool: WorkerPool) -> None:
         runs = []
         for dtype in ("fp32", "bf16"):
             cfg = jobs.make_config(jobs.gpt2(2), {"zero": zero, "zero_whole_below": 500}, grad_reduce_dtype=dtype)
-            runs.append(pool.run(2, jobs.train, cfg, 2)[0])
+            runs.append(pool.run(2, jobs.train, cfg, 2, 2)[0])
         np.testing.assert_allclose(runs[1], runs[0], rtol=5e-3)
         assert runs[1] != runs[0], "the option does nothing"
 
