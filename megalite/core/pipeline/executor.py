@@ -208,11 +208,9 @@ class _Run:
         else:
             grad = self.input_grads.pop((mb, index + 1))
         with weight_grads:
-            # What `torch.autograd.backward` calls, without its check of shapes: that imports sympy, a sixth of the
-            # processor time in which a rank starts.
-            _engine_run_backward(
-                (self.edges.pop((mb, index)),), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+            # What torch.autograd.backward calls, after an import of sympy that compares two shapes.
+            edge = self.edges.pop((mb, index))
+            _engine_run_backward((edge,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         x = self.inputs.pop((mb, index))
         if not stage.first:
             assert x.grad is not None
