@@ -75,7 +75,7 @@ class WorkerPool:
     def _grow(self, world: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = mp.get_context("forkserver")
-        # torch imports the others, and sympy with them, in the first backward pass and under recomputation.
+        # torch imports the others, and sympy with them, in `Tensor.backward` with a gradient and under recomputation.
         context.set_forkserver_preload(["megalite.core.step", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"])
         while len(self._workers) < world:
             ours, theirs = context.Pipe()

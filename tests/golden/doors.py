@@ -57,9 +57,7 @@ def enter(checkout: Path, work: Path) -> None:
     assert Path(megalite.__file__).parents[1] == checkout.resolve(), megalite.__file__
     for name in megalite.__all__:
         getattr(megalite, name)
-    # torch imports the first, and sympy with it, in the first backward pass.
-    for name in ("torch.fx.experimental.symbolic_shapes", "numpy.random"):
-        importlib.import_module(name)
+    importlib.import_module("numpy.random")
     # What a collection in a child touches, it would copy.
     gc.collect()
     gc.freeze()

@@ -5,10 +5,10 @@ job="--preset llama-3-8b --global-batch-size 512 --precision bf16"
 megalite plan $job --cluster ours.yaml --tokens 1e12 --price 2.5 >plan.txt
 grep -q "GPU hours" plan.txt
 grep -q "predicted, not measured" plan.txt
-megalite plan $job --cluster h100:64 --json >plan.json
+megalite plan $job --cluster h100:16 --json >plan.json
 megalite plan explain $job --cluster h100:64 --tp 2 --pp 4 >explain.txt
 # Without a batch size the plan says that it took the default.
-megalite plan --preset llama-3-8b --cluster h100:64 2>&1 | grep -qi "batch"
+megalite plan --preset llama-3-8b --cluster h100:16 2>&1 | grep -qi "batch"
 megalite launch --emit slurm --nodes 8 --slots 8 --time-limit 1-00:00:00 --name llama -- -m pretrain_gpt $job --tp 2 --pp 4 \
     --mock-data --max-minutes 1400 >job.sbatch
 bash -n job.sbatch

@@ -30,14 +30,8 @@ from megalite.core.base.errors import UserError, require
 from megalite.core.base.redact import mask
 from megalite.core.mesh.rendezvous import run_until_waiting
 
-# Imported once for all ranks; torch imports the last, and sympy with it, in the first backward pass.
-_PRELOAD = [
-    "cloudpickle",
-    "megalite.api",
-    "megalite.runtime.loop.loop",
-    "numpy.random",
-    "torch.fx.experimental.symbolic_shapes",
-]
+# Imported once for all ranks.
+_PRELOAD = ["cloudpickle", "megalite.api", "megalite.runtime.loop.loop", "numpy.random"]
 
 # Seconds for a rank that has returned to exit.
 _EXIT_S = 10.0

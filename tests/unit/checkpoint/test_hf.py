@@ -87,7 +87,7 @@ LAYOUT = {"tp": 2, "pp": 2}
 # One of each sort of names and packings.
 ALWAYS = ("llama", "gpt2", "gemma3", "bloom", "deepseek_v3", "qwen3_next", "gpt_oss")
 EXPERTS = [(case, {"ep": 2, "tp": 2}) for case in ("mixtral", "qwen2_moe")]
-ROWS = [*((case, LAYOUT) for case in CASES), *EXPERTS]
+ROWS = [*((case, LAYOUT if case in ALWAYS else {"tp": 2}) for case in CASES), *EXPERTS]
 
 
 @pytest.mark.parametrize("row", always_run(ROWS, *((case, LAYOUT) for case in ALWAYS), EXPERTS[0]), ids=str)

@@ -260,9 +260,11 @@ def test_cpp_library_needs_no_torch(cpp_library: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("tests", "least"), [("bfloat16", 2), ("not float16", 62)])
+@pytest.mark.parametrize(("tests", "least"), [("bfloat16", 2), ("not float16 and not 16384", 61)])
 def test_triton_keeps_the_contract_under_its_interpreter(tests: str, least: int) -> None:
-    """Its kernels compute in fp32 whichever 16 bits they read: one such type shows it."""
+    """Its kernels compute in fp32 whichever 16 bits they read: one such type shows it. Of wide rows those of 12288 show
+    most: they are no power of two.
+    """
     pytest.importorskip("triton", reason="triton is not installed")
     line = contract("triton", "-k", tests, TRITON_INTERPRET="1")
     assert passed(line) >= least

@@ -15,6 +15,7 @@ from tests.parity.layouts import LAYOUTS, MODELS, VARIANTS
 SP_OFF = {"sequence_parallel": False}
 CUT = {"tp": 2, "pp": 2}
 WHOLE_3 = {"zero": 3, "zero_whole_below": 0}
+FEW = {"global_batch_size": 4}
 
 # As in the parity grid: (world, layers, layout, training options); for Llama and for GPT-2 with tied embeddings.
 MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
@@ -62,15 +63,21 @@ LARGE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 # (world, layers, layout, training options, model): a rank of a group holds the head and the tail of every sample.
 SHARED: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "cp2-gather-zb-v": (8, 4, {**CUT, "cp": 2, "cp_comm": "gather", "vp": 2, "schedule": "zb-v"}, {}, {}),
-    "cp2-ring-zero3": (8, 4, {"tp": 2, "cp": 2, "cp_comm": "ring", **WHOLE_3}, {"recompute": "selective"}, {}),
-    "cp4-a2a-zero2": (8, 4, {"cp": 4, "cp_comm": "a2a", "zero": 2, "zero_group": "2"}, {"recompute": "full"}, {}),
-    "cp8-a2a+ring": (8, 4, {"cp": 8, "cp_comm": "a2a+ring"}, {}, {"num_heads": 4, "num_kv_heads": 4}),
-    "cp8-a2a+gather": (16, 4, {"cp": 8, "tp": 2, "cp_comm": "a2a+gather"}, {}, {"seq_len": 32}),
+    "cp2-ring-zero3": (8, 4, {"tp": 2, "cp": 2, "cp_comm": "ring", **WHOLE_3}, {"recompute": "selective", **FEW}, {}),
+    "cp4-a2a-zero2": (
+        8,
+        4,
+        {"cp": 4, "cp_comm": "a2a", "zero": 2, "zero_group": "2"},
+        {"recompute": "full", **FEW},
+        {},
+    ),
+    "cp8-a2a+ring": (8, 2, {"cp": 8, "cp_comm": "a2a+ring"}, {}, {"num_heads": 4, "num_kv_heads": 4}),
+    "cp8-a2a+gather": (16, 2, {"cp": 8, "tp": 2, "cp_comm": "a2a+gather"}, FEW, {"seq_len": 32}),
 }
 SHARED_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "64-cp16": (64, 2, {**CUT, "cp": 16, "cp_comm": "ring", "schedule": "zb-h1"}, {}, {"seq_len": 64}),
-    "32-cp32-a2a+ring": (32, 1, {"cp": 32, "cp_comm": "a2a+ring"}, {"recompute": "selective"}, {"seq_len": 64}),
-    "64-cp32-a2a+gather": (64, 2, {"pp": 2, "cp": 32, "cp_comm": "a2a+gather"}, {}, {"seq_len": 64}),
+    "64-cp16": (64, 2, {**CUT, "cp": 16, "cp_comm": "ring", "schedule": "zb-h1"}, FEW, {"seq_len": 64}),
+    "32-cp32-a2a+ring": (32, 1, {"cp": 32, "cp_comm": "a2a+ring"}, {"recompute": "selective", **FEW}, {"seq_len": 64}),
+    "64-cp32-a2a+gather": (64, 2, {"pp": 2, "cp": 32, "cp_comm": "a2a+gather"}, FEW, {"seq_len": 64}),
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24, "moe_aux_loss_coeff": 0.01}
 SPARSE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -81,7 +88,7 @@ SPARSE_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str,
     "uneven-ep3": (6, 4, {"pp": 2, "ep": 3}, {}, {**EXPERTS, "num_experts": 6, "moe_topk": 3}),
     "ep4-whole-zero3": (8, 4, {"tp": 2, "ep": 4, "etp": "1", **WHOLE_3}, {"recompute": "full"}, EXPERTS),
     "mtp-cp2-zb-v": (8, 4, {**CUT, "cp": 2, "vp": 2, "schedule": "zb-v"}, {}, {"mtp_num_layers": 1}),
-    "ep2-cp2-zero2": (8, 4, {"tp": 2, "cp": 2, "ep": 2, "zero": 2}, {}, EXPERTS),
+    "ep2-cp2-zero2": (8, 4, {"tp": 2, "cp": 2, "ep": 2, "zero": 2}, FEW, EXPERTS),
     "64-ep64": (64, 2, {"ep": 64}, {"global_batch_size": 64}, {**EXPERTS, "num_experts": 64, "seq_len": 32}),
     "64-ep16-whole": (
         64,
