@@ -89,6 +89,8 @@ MORE = [
     ("gpt2", 4, {"tp": 2, "pp": 2, "zero": 1}, {}),
     ("llama", 4, {"pp": 2, "cp": 2, "zero": 3, "zero_whole_below": 500}, {}),
     ("gemma2", 2, {"tp": 2}, {}),
+    ("gemma2", 2, {"pp": 2, "vp": 2}, {}),
+    ("llama", 2, {"zero": 2}, {}),
     ("llama4", 2, {"cp": 2}, {}),
     ("qwen3_next", 2, {"tp": 2}, {}),
     ("bloom", 2, {"pp": 2}, {}),
@@ -250,6 +252,9 @@ ROWS: list[tuple[int, dict[str, Any]]] = [(2, {"tp": 2}), (2, {"zero": 3})]
 MORE_ROWS: list[tuple[int, dict[str, Any]]] = [
     (2, {"pp": 2}),
     (2, {"cp": 2, "zero": 2}),
+    (2, {"zero": 1}),
+    (3, {"global_batch_size": 6}),
+    (4, {"tp": 2, "pp": 2}),
     (2, {"pp": 2, "vp": 2, "num_layers": 4}),
     (2, {"ep": 2, "num_experts": 4, "moe_topk": 2, "hidden_dropout": 0.1}),
     (1, {"hidden_dropout": 0.1, "precision": "bf16"}),

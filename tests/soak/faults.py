@@ -19,7 +19,7 @@ from tests.soak.network import Network
 
 # Short enough to wait for, long enough that a busy machine reaches it only in a stopped process.
 _TIMEOUT_S = 15
-WRITER, WATCHDOG = "checkpoint.writer", "watch.watchdog"
+WRITER, WATCHDOG, TOKENIZER = "checkpoint.writer", "watch.watchdog", "spawn_main"
 _ANY_END = (0, 1, 2, -signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -113,6 +113,7 @@ class Fault:
             "power_cut": (list(attempt.left()), signal.SIGKILL),
             "kill_writer": ([attempt.child(rank, WRITER)], signal.SIGKILL),
             "kill_watchdog": ([attempt.child(rank, WATCHDOG)], signal.SIGKILL),
+            "kill_tokenizer": ([attempt.child(rank, TOKENIZER)], signal.SIGKILL),
             "kill_launcher": ([attempt.launcher.pid] if attempt.launcher else [], signal.SIGKILL),
             "sigterm": (one, signal.SIGTERM),
             "sigterm_all": (every, signal.SIGTERM),
@@ -178,13 +179,24 @@ _HANGS = ("stop_rank", "stop_writer", "network_cut")
 _DISK = ("disk", "disk_warns", "disk_short", "disk_slow", "disk_kill", "power_cut")
 # What ends well: the fault must not be noticed, or is answered by saving.
 _UNHARMED = (
-    *("kill_watchdog", "pause_rank", "pause_all", "pause_writer", "second_start", "sigterm", "sigterm_all"),
+    *(
+        "kill_watchdog",
+        "kill_tokenizer",
+        "pause_rank",
+        "pause_all",
+        "pause_writer",
+        "second_start",
+        "sigterm",
+        "sigterm_all",
+    ),
     *("sigterm_launcher", "disk_warns", "disk_short", "disk_slow", "network_pause"),
 )
 _LAUNCHED = ("kill_launcher", "sigterm_launcher")
 # Kind of fault -> how often it is drawn.
 _OFTEN = "kill_rank kill_all kill_writer disk disk_kill power_cut"
-_AT_TIMES = "sigterm sigterm_all sigterm_launcher kill_launcher kill_watchdog pause_rank pause_all pause_writer"
+_AT_TIMES = (
+    "sigterm sigterm_all sigterm_launcher kill_launcher kill_watchdog kill_tokenizer pause_rank pause_all pause_writer"
+)
 _SELDOM = "stop_rank stop_writer network_cut network_pause"
 KINDS = {
     **dict.fromkeys(_OFTEN.split(), 6),
