@@ -36,7 +36,8 @@ class PairDataset(PackedDataset):
     references: npt.NDArray[np.float64] | None = None
 
     def _choose(self) -> tuple[Tokens, Tokens, str]:
-        own, half = self.indexed.sizes - self._beyond, self.seq_len // 2
+        own = sizes = self.indexed.sizes - self._beyond
+        half = self.seq_len // 2
         first, stop = self.documents[0] // 2, self.documents[1] // 2
         too_long = own[::2] + own[1::2] > self.seq_len
         if self.long_documents == "cut":
@@ -51,8 +52,10 @@ class PairDataset(PackedDataset):
                 usable[pair] &= answers and not np.array_equal(self._read(2 * pair), self._read(2 * pair + 1))
         number, long, used = stop - first, int(too_long[first:stop].sum()), first + np.flatnonzero(usable[first:stop])
         if not len(used):
+            longest = int((sizes[::2] + sizes[1::2])[first:stop].max(initial=0))
             rule = f"none of its {number} pairs has room in {self.seq_len} tokens with its answers"
-            raise UserError(self.name, rule, "use more data, or a longer --seq-len")
+            remedy = f"give a longer --seq-len (the longest pair takes {longest})" if number else "use more data"
+            raise UserError(self.name, rule, remedy)
         cut = f"cut to {half} each" if self.long_documents == "cut" else "dropped"
         left_out = f"{long} of more than {self.seq_len} tokens {cut}, {number - len(used)} of {number} pairs dropped"
         return own[::2] + own[1::2], used, left_out

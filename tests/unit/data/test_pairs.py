@@ -101,8 +101,11 @@ def test_splits_are_by_pairs(prefix: str) -> None:
 
 
 def test_no_pair_has_room(prefix: str) -> None:
-    with pytest.raises(UserError, match="none of its 6 pairs"):
+    sizes = IndexedDataset(prefix).sizes
+    longest = max(sizes[::2] + sizes[1::2]) - 2
+    with pytest.raises(UserError, match=rf"none of its 6 pairs.*--seq-len .*{longest}\)"):
         opened(prefix, 5, long_documents="drop")
+    assert opened(prefix, int(longest), long_documents="drop").num_samples
 
 
 def test_a_reward_is_read_at_the_last_token_of_a_document(prefix: str) -> None:
