@@ -19,7 +19,7 @@ from tests.soak.network import Network
 
 # Short enough to wait for, long enough that a busy machine reaches it only in a stopped process.
 _TIMEOUT_S = 15
-WRITER, WATCHDOG, TOKENIZER = "checkpoint.writer", "watch.watchdog", "spawn_main"
+WRITER, WATCHDOG, TOKENIZER = "checkpoint.writer", "watch.watchdog", "stream.worker"
 _ANY_END = (0, 1, 2, -signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -62,7 +62,7 @@ class Fault:
         """Start the ranks, make the fault happen, and wait for the end of everything.
 
         Returns:
-            Whether the ranks still lived when it was due.
+            Whether the ranks, and what it hits, still lived when it was due.
         """
         words = [*words, "--watchdog-timeout", str(_TIMEOUT_S if self.name in _HANGS else 600)]
         if self.name == "disk_warns":
@@ -78,7 +78,7 @@ class Fault:
             attempt.fork(zygote, words, env)
         if hit := self._reached(attempt):
             time.sleep(self.after)
-            self._act(attempt, zygote, words)
+            hit = self._act(attempt, zygote, words)
         attempt.wait(END_S)
         if self.name == "power_cut":
             lose_unsynced(attempt.folder / "run" / "checkpoints", attempt.folder / "journal")
@@ -104,7 +104,8 @@ class Fault:
             time.sleep(0.005)
         return len(attempt.find_ranks()) == attempt.world
 
-    def _act(self, attempt: Attempt, zygote: Zygote, words: list[str]) -> None:
+    def _act(self, attempt: Attempt, zygote: Zygote, words: list[str]) -> bool:
+        """Return whether there was a process to hit."""
         rank = self.rank % attempt.world
         one, every = [attempt.ranks[rank]], attempt.ranks
         acts: dict[str, tuple[Sequence[int | None], signal.Signals]] = {
@@ -131,6 +132,7 @@ class Fault:
             attempt.send(target, signal.SIGCONT)
         if self.name == "second_start":
             self._start_second(attempt, zygote, words)
+        return not target or any(pid is not None for pid in target)
 
     def _start_second(self, attempt: Attempt, zygote: Zygote, words: list[str]) -> None:
         """A second job in the same folder; the first must not notice."""
