@@ -97,10 +97,10 @@ def carried(rank: int, arguments: list[str], world: int) -> tuple[dict[str, tupl
 WORDS = ["red", "blue", "cat", "dog", "sun", "moon", "tree"]
 
 
-def preferred_in_upper_case(tmp_path: Path) -> str:
-    """Prefix of a hundred pairs of texts, of which the answer in upper case is preferred."""
+def preferred_in_upper_case(tmp_path: Path, number: int = 100) -> str:
+    """Prefix of so many pairs of texts, of which the answer in upper case is preferred."""
     draws, lines = random.Random(0), []
-    for _ in range(100):
+    for _ in range(number):
         prompt, answer = (" ".join(draws.choices(WORDS, k=2)) for _ in range(2))
         lines.append(json.dumps({"prompt": prompt, "chosen": answer.upper(), "rejected": answer}))
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))

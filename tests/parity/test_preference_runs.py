@@ -64,6 +64,11 @@ def test_references_of_a_layout_are_those_of_any(pool: WorkerPool, pairs: str, t
         assert len(list(tmp_path.glob("pairs.ref-*.bin"))) == number
         (step,) = steps_of(tmp_path / f"other{number}")
         assert abs(step["loss"] - math.log(2)) <= 1e-6
+    # Those of one process serve four.
+    pool.run(4, train, arguments(pairs, tmp_path / "four5", 1, "--tp", "2", "--pp", "2", "--seed", "5"), 4)
+    assert len(list(tmp_path.glob("pairs.ref-*.bin"))) == 3
+    (step,) = steps_of(tmp_path / "four5")
+    assert abs(step["loss"] - math.log(2)) <= 1e-6
 
 
 def test_runs_that_score_at_once_take_what_the_first_has_stored(

@@ -28,7 +28,7 @@ doc_to_text: "{{question}}"
 doc_to_target: "{{options[0]}}"
 generation_kwargs: {until: ["aoa", "aaaa", "t"], max_gen_toks: 20}
 """
-QUESTIONS = [DOCS[i % 5]["question"][: 3 * i] for i in range(13)]  # type: ignore[index]
+QUESTIONS = [DOCS[i % 5]["question"][: 3 * i] for i in range(20)]  # type: ignore[index]
 
 
 @pytest.fixture(scope="module")

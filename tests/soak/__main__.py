@@ -35,6 +35,9 @@ def main() -> int:
     parser.add_argument("--seed", default="0", help="any word (0)")
     parser.add_argument("--only", nargs="*", default=[], help=f"runs, or readers: {', '.join(READERS)}")
     parser.add_argument("--faults", nargs="*", default=[], help=f"kinds of faults of the runs: {', '.join(KINDS)}")
+    parser.add_argument(
+        "--text", action="store_true", help="all runs read text that is tokenized meanwhile (a quarter)"
+    )
     parser.add_argument("--first", type=int, default=0, help="number of the first case of each (0)")
     parser.add_argument("--cases", type=int, help="how many cases of each, instead of --minutes")
     parser.add_argument("--folder", type=Path, help="to work in (a new one under /tmp)")
@@ -65,7 +68,8 @@ def _line(tally: Counter[str], seconds: float) -> str:
     read = {name: sum(n for key, n in tally.items() if key.startswith(f"{name}: ")) for name in READERS}
     faults = {kind: tally[kind] for kind in [*KINDS, "too late"] if tally[kind]}
     return (
-        f"{seconds / 60:.1f} min: {sum(read.values())} files fuzzed ({_list(read)}); {tally['runs']} runs with "
+        f"{seconds / 60:.1f} min: {sum(read.values())} files fuzzed ({_list(read)}); "
+        f"{tally['runs']} runs ({tally['runs on text']} on text) with "
         f"{sum(faults.values())} faults ({_list(faults)}), {tally['checkpoints verified']} checkpoints verified, "
         f"{tally['losses compared']} losses compared"
     )
@@ -87,7 +91,8 @@ def rounds(args: argparse.Namespace, tally: Counter[str]) -> Iterator[Iterator[N
         print("no network faults: they need root and `ip`")
     log = (args.folder / "attempts.log").open("a", buffering=1)
     try:
-        soak = Soak(args.folder, args.seed, tally, lambda line: print(line, file=log), zygote, library, args.faults)
+        of_runs = (tally, lambda line: print(line, file=log), zygote, library, args.faults)
+        soak = Soak(args.folder, args.seed, *of_runs, text=args.text)
         yield _rounds(args, tally, soak)
     finally:
         log.close()
@@ -124,6 +129,7 @@ def _named(args: argparse.Namespace, what: str, number: int | None) -> Iterator[
         text = str(e)
         number = int(text.removeprefix("case ").split(",")[0].split(":")[0]) if number is None else number
         faults = f" --faults {' '.join(args.faults)}" if args.faults and what == "runs" else ""
+        faults += " --text" if args.text and what == "runs" else ""
         again = f"python -m tests.soak --seed {args.seed} --only {what}{faults} --first {number} --cases 1"
         raise Failed(f"{what}, {text}\nagain: {again}") from None
 

@@ -19,7 +19,7 @@ from tests.soak.network import Network
 
 # Short enough to wait for, long enough that a busy machine reaches it only in a stopped process.
 _TIMEOUT_S = 15
-WRITER, WATCHDOG = "checkpoint.writer", "watch.watchdog"
+WRITER, WATCHDOG, TOKENIZER = "checkpoint.writer", "watch.watchdog", "stream.worker"
 _ANY_END = (0, 1, 2, -signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -62,7 +62,7 @@ class Fault:
         """Start the ranks, make the fault happen, and wait for the end of everything.
 
         Returns:
-            Whether the ranks still lived when it was due.
+            Whether the ranks, and what it hits, still lived when it was due.
         """
         words = [*words, "--watchdog-timeout", str(_TIMEOUT_S if self.name in _HANGS else 600)]
         if self.name == "disk_warns":
@@ -78,7 +78,7 @@ class Fault:
             attempt.fork(zygote, words, env)
         if hit := self._reached(attempt):
             time.sleep(self.after)
-            self._act(attempt, zygote, words)
+            hit = self._act(attempt, zygote, words)
         attempt.wait(END_S)
         if self.name == "power_cut":
             lose_unsynced(attempt.folder / "run" / "checkpoints", attempt.folder / "journal")
@@ -104,7 +104,8 @@ class Fault:
             time.sleep(0.005)
         return len(attempt.find_ranks()) == attempt.world
 
-    def _act(self, attempt: Attempt, zygote: Zygote, words: list[str]) -> None:
+    def _act(self, attempt: Attempt, zygote: Zygote, words: list[str]) -> bool:
+        """Return whether there was a process to hit."""
         rank = self.rank % attempt.world
         one, every = [attempt.ranks[rank]], attempt.ranks
         acts: dict[str, tuple[Sequence[int | None], signal.Signals]] = {
@@ -113,6 +114,7 @@ class Fault:
             "power_cut": (list(attempt.left()), signal.SIGKILL),
             "kill_writer": ([attempt.child(rank, WRITER)], signal.SIGKILL),
             "kill_watchdog": ([attempt.child(rank, WATCHDOG)], signal.SIGKILL),
+            "kill_tokenizer": ([attempt.child(rank, TOKENIZER)], signal.SIGKILL),
             "kill_launcher": ([attempt.launcher.pid] if attempt.launcher else [], signal.SIGKILL),
             "sigterm": (one, signal.SIGTERM),
             "sigterm_all": (every, signal.SIGTERM),
@@ -130,6 +132,7 @@ class Fault:
             attempt.send(target, signal.SIGCONT)
         if self.name == "second_start":
             self._start_second(attempt, zygote, words)
+        return not target or any(pid is not None for pid in target)
 
     def _start_second(self, attempt: Attempt, zygote: Zygote, words: list[str]) -> None:
         """A second job in the same folder; the first must not notice."""
@@ -178,13 +181,24 @@ _HANGS = ("stop_rank", "stop_writer", "network_cut")
 _DISK = ("disk", "disk_warns", "disk_short", "disk_slow", "disk_kill", "power_cut")
 # What ends well: the fault must not be noticed, or is answered by saving.
 _UNHARMED = (
-    *("kill_watchdog", "pause_rank", "pause_all", "pause_writer", "second_start", "sigterm", "sigterm_all"),
+    *(
+        "kill_watchdog",
+        "kill_tokenizer",
+        "pause_rank",
+        "pause_all",
+        "pause_writer",
+        "second_start",
+        "sigterm",
+        "sigterm_all",
+    ),
     *("sigterm_launcher", "disk_warns", "disk_short", "disk_slow", "network_pause"),
 )
 _LAUNCHED = ("kill_launcher", "sigterm_launcher")
 # Kind of fault -> how often it is drawn.
 _OFTEN = "kill_rank kill_all kill_writer disk disk_kill power_cut"
-_AT_TIMES = "sigterm sigterm_all sigterm_launcher kill_launcher kill_watchdog pause_rank pause_all pause_writer"
+_AT_TIMES = (
+    "sigterm sigterm_all sigterm_launcher kill_launcher kill_watchdog kill_tokenizer pause_rank pause_all pause_writer"
+)
 _SELDOM = "stop_rank stop_writer network_cut network_pause"
 KINDS = {
     **dict.fromkeys(_OFTEN.split(), 6),

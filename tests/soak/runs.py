@@ -2,11 +2,13 @@
 
 A case is one run directory. Each attempt has a layout and a fault (`tests/soak/faults.py`); the last one has none.
 After every attempt: all processes are gone in time, every committed checkpoint is as it was, the newest one is what the
-next attempt resumes from. In the end the losses of all steps are those of a run that nothing happened to.
+next attempt resumes from. In the end the losses of all steps are those of a run that nothing happened to. A quarter of
+the runs, or all, read text that processes tokenize meanwhile.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections import Counter
@@ -20,9 +22,16 @@ from tests.soak.faults import Fault, draw
 from tests.soak.fuzz import Failed
 from tests.soak.history import KEEP, History, losses, records
 
-MODEL = [
-    *("--num-layers", "4", "--hidden-size", "16", "--num-heads", "2", "--vocab-size", "64", "--seq-len", "16"),
-    *("--global-batch-size", "8", "--mock-data", "--device", "cpu", "--lr", "1e-3"),
+_SIZES = [
+    *("--num-layers", "4", "--hidden-size", "16", "--num-heads", "2", "--seq-len", "16"),
+    *("--global-batch-size", "8", "--device", "cpu", "--lr", "1e-3"),
+]
+MODEL = [*_SIZES, "--vocab-size", "64", "--mock-data"]
+# A run of 40 steps begins with pieces all along.
+_FILES, _LINES = 48, 6
+_OF_TEXT = [
+    *("--tokenizer", "bytes", "--split", "1,0,0", "--data-lanes", "6", "--shuffle-tokens", "64", "--document-mask"),
+    *("--data-workers", "1"),
 ]
 # World size and options of each layout. The first is the reference of all.
 LAYOUTS: list[tuple[int, list[str]]] = [
@@ -53,6 +62,7 @@ class Soak:
         disk_library: of disk faults; None without a compiler.
         kinds: of faults; none: all.
         steps: of each run.
+        text: all runs read text, not only a quarter.
     """
 
     def __init__(
@@ -65,20 +75,21 @@ class Soak:
         disk_library: Path | None,
         kinds: Sequence[str] = (),
         steps: int = 40,
+        text: bool = False,
     ) -> None:
         self.folder, self.seed, self.tally, self.report = folder, seed, tally, report
         self.zygote, self.disk_library, self.kinds, self.steps = zygote, disk_library, kinds, steps
-        self._references: dict[str, list[tuple[int, float, float]]] = {}
+        self.text, self._references = text, dict[str, list[tuple[int, float, float]]]()
 
-    def reference(self, layout: int, dropout: bool) -> list[tuple[int, float, float]]:
+    def reference(self, layout: int, dropout: bool, text: bool) -> list[tuple[int, float, float]]:
         """The losses of a run that nothing happens to, made once."""
-        key = f"{layout}{'d' * dropout}"
+        key = f"{layout}{'d' * dropout}{'t' * text}"
         if key not in self._references:
             world, words = LAYOUTS[layout]
             place = self.folder / f"reference_{key}"
             place.mkdir(parents=True)
             attempt = Attempt(place, world, 0)
-            attempt.fork(self.zygote, [*self.words(place, dropout), *words], {})
+            attempt.fork(self.zygote, [*self.words(place, dropout, text), *words], {})
             attempt.wait(END_S)
             if attempt.codes() != [0] * world:
                 raise Failed(f"the undisturbed run failed: {attempt.codes()}\n{attempt.text()[-3000:]}")
@@ -86,9 +97,9 @@ class Soak:
             shutil.rmtree(place)
         return self._references[key]
 
-    def words(self, place: Path, dropout: bool) -> list[str]:
+    def words(self, place: Path, dropout: bool, text: bool) -> list[str]:
         return [
-            *MODEL,
+            *(self._of_text(place) if text else MODEL),
             "--run-dir",
             str(place / "run"),
             "--train-steps",
@@ -96,6 +107,16 @@ class Soak:
             "--hidden-dropout",
             "0.1" if dropout else "0",
         ]
+
+    def _of_text(self, place: Path) -> list[str]:
+        """Write the text once; each run tokenizes for itself."""
+        folder = self.folder / "text"
+        if not folder.exists():
+            folder.mkdir()
+            for file in range(_FILES):
+                lines = (json.dumps({"text": f"file {file} line {line} " + "ab" * line}) for line in range(_LINES))
+                (folder / f"{file:02}.jsonl").write_text("\n".join(lines))
+        return [*_SIZES, *_OF_TEXT, "--data", str(folder), "--cache-dir", str(place / "cache")]
 
     def case(self, number: int) -> None:
         """Run a case; raises `Failed`, and leaves its folder, if something was lost."""
@@ -109,7 +130,8 @@ class Soak:
         faults = [draw(rng, self.disk_library, self.kinds) for _ in range(rng.choice((1, 2, 2, 3)))]
         if fixed is not None and any(fault.world(LAYOUTS[fixed][0]) != LAYOUTS[fixed][0] for fault in faults):
             fixed = None
-        common = [*self.words(place, fixed is not None), "--save-every", str(every), "--keep-last", str(KEEP)]
+        text = self.text or Random(f"{self.seed}:text:{number}").random() < 0.25
+        common = [*self.words(place, fixed is not None, text), "--save-every", str(every), "--keep-last", str(KEEP)]
         try:
             for fault in [*faults, None]:
                 layout = rng.randrange(len(LAYOUTS)) if fixed is None else fixed
@@ -117,10 +139,11 @@ class Soak:
                 attempts += 1
                 if history.newest() == self.steps and not any(codes):
                     break
-            self.finished(place / "run", history, fixed)
+            self.finished(place / "run", history, fixed, text)
         except Failed as e:
             raise Failed(f"case {number}, attempt {attempts}: {e}") from None
         self.tally["runs"] += 1
+        self.tally["runs on text"] += text
         self.tally["checkpoints verified"] += history.verified
         shutil.rmtree(place)
 
@@ -155,7 +178,7 @@ class Soak:
         self.report(f"{line}: exit {codes} after {time.monotonic() - started:.1f} s, step {history.newest()} committed")
         return codes
 
-    def finished(self, run_dir: Path, history: History, fixed: int | None) -> None:
+    def finished(self, run_dir: Path, history: History, fixed: int | None, text: bool) -> None:
         """Check a run that is done against the one that nothing happened to."""
         if history.newest() != self.steps:
             raise Failed(f"the run did not finish: step {history.newest()} of {self.steps}")
@@ -163,7 +186,7 @@ class Soak:
         steps = list((run_dir / "checkpoints").glob("step_*"))
         if left or len(steps) > KEEP + 1:
             raise Failed(f"left in the folder: {left}, {sorted(p.name for p in steps)}")
-        expected = {step: rest for step, *rest in self.reference(fixed or 0, fixed is not None)}
+        expected = {step: rest for step, *rest in self.reference(fixed or 0, fixed is not None, text)}
         found = losses(run_dir)
         if {step for step, *_ in found} != set(range(1, self.steps + 1)):
             raise Failed(f"metrics.jsonl has the steps {sorted({step for step, *_ in found})}")

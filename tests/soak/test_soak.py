@@ -50,11 +50,20 @@ def test_readers_read_or_refuse(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kinds", "number"), [(("kill_rank", "sigterm"), 4), (("power_cut", "disk"), 3)])
-def test_runs_survive(kinds: tuple[str, ...], number: int, zygote: Zygote, library: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "number", "text"),
+    [
+        (("kill_rank", "sigterm"), 4, False),
+        (("power_cut", "disk"), 3, False),
+        (("kill_all", "kill_tokenizer"), 0, True),
+    ],
+)
+def test_runs_survive(
+    kinds: tuple[str, ...], number: int, text: bool, zygote: Zygote, library: Path, tmp_path: Path
+) -> None:
     """Numbers of cases that take a few seconds."""
     tally: Counter[str] = Counter()
-    Soak(tmp_path, SEED, tally, print, zygote, library, kinds, steps=16).case(number)
+    Soak(tmp_path, SEED, tally, print, zygote, library, kinds, steps=16, text=text).case(number)
     assert tally["runs"] == 1
     assert tally["losses compared"] >= 16
     assert tally["checkpoints verified"] >= 1

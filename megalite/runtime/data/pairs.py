@@ -13,6 +13,9 @@ from megalite.runtime.data.packing import PackedDataset
 from megalite.runtime.data.samples import read_ids
 from megalite.runtime.data.sidecar import read_sidecar
 
+# Of more dropped pairs than this part, the log says what would keep them.
+_MANY = 0.05
+
 
 def are_pairs(prefix: str) -> bool:
     """Whether the documents of a prefix are pairs (`megalite preprocess --pairs`): 2k is preferred to 2k + 1."""
@@ -36,7 +39,8 @@ class PairDataset(PackedDataset):
     references: npt.NDArray[np.float64] | None = None
 
     def _choose(self) -> tuple[Tokens, Tokens, str]:
-        own, half = self.indexed.sizes - self._beyond, self.seq_len // 2
+        own = sizes = self.indexed.sizes - self._beyond
+        half = self.seq_len // 2
         first, stop = self.documents[0] // 2, self.documents[1] // 2
         too_long = own[::2] + own[1::2] > self.seq_len
         if self.long_documents == "cut":
@@ -50,11 +54,16 @@ class PairDataset(PackedDataset):
                 answers = all(len(self._learned(2 * pair + side)) for side in (0, 1))
                 usable[pair] &= answers and not np.array_equal(self._read(2 * pair), self._read(2 * pair + 1))
         number, long, used = stop - first, int(too_long[first:stop].sum()), first + np.flatnonzero(usable[first:stop])
+        longest = int((sizes[::2] + sizes[1::2])[first:stop].max(initial=0))
         if not len(used):
             rule = f"none of its {number} pairs has room in {self.seq_len} tokens with its answers"
-            raise UserError(self.name, rule, "use more data, or a longer --seq-len")
+            remedy = f"give a longer --seq-len (the longest pair takes {longest})" if number else "use more data"
+            raise UserError(self.name, rule, remedy)
         cut = f"cut to {half} each" if self.long_documents == "cut" else "dropped"
-        left_out = f"{long} of more than {self.seq_len} tokens {cut}, {number - len(used)} of {number} pairs dropped"
+        dropped = number - len(used)
+        left_out = f"{long} of more than {self.seq_len} tokens {cut}, {dropped} of {number} pairs dropped"
+        if dropped > _MANY * number and longest > self.seq_len:
+            left_out += f" (--seq-len {longest} holds the longest)"
         return own[::2] + own[1::2], used, left_out
 
     def sample(self, position: int) -> Rows:

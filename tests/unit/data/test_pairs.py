@@ -100,9 +100,16 @@ def test_splits_are_by_pairs(prefix: str) -> None:
     assert (train.documents, valid.documents) == ((0, 8), (8, 12))
 
 
-def test_no_pair_has_room(prefix: str) -> None:
-    with pytest.raises(UserError, match="none of its 6 pairs"):
+def test_no_pair_has_room(prefix: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    sizes = IndexedDataset(prefix).sizes
+    longest = max(sizes[::2] + sizes[1::2]) - 2
+    with pytest.raises(UserError, match=rf"none of its 6 pairs.*--seq-len .*{longest}\)"):
         opened(prefix, 5, long_documents="drop")
+    assert opened(prefix, int(longest), long_documents="drop").num_samples
+    assert "--seq-len" not in caplog.text
+    assert opened(prefix, int(longest) - 1, long_documents="drop").num_samples
+    assert f"--seq-len {longest} " in caplog.text
 
 
 def test_a_reward_is_read_at_the_last_token_of_a_document(prefix: str) -> None:
