@@ -37,7 +37,7 @@ def train(out: Path, steps: str, *more: str) -> list[str]:
 def pretrain(run_dir: Path) -> list[str]:
     """Four ranks of the real thing: tp 2 within a host, pp 2 across."""
     model = "--num-layers 2 --hidden-size 32 --num-heads 2 --vocab-size 128 --seq-len 32 --mock-data --device cpu"
-    batch = "--tp 2 --pp 2 --micro-batch-size 1 --global-batch-size 4 --train-steps 4 --save-every 0"
+    batch = "--tp 2 --pp 2 --micro-batch-size 2 --global-batch-size 4 --train-steps 4 --save-every 0"
     return ["pretrain_gpt.py", *model.split(), *batch.split(), "--run-dir", str(run_dir)]
 
 

@@ -119,11 +119,11 @@ def test_plain_srun_trains_what_one_host_does(slurm: Slurm, zygote: Zygote, tmp_
 @pytest.mark.full
 def test_a_failing_rank_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
-    words = ["--max-restarts", "1", "--", TRAIN, "--steps", "4", "--out", str(tmp_path), "--fail-rank", "3"]
-    job = slurm.submit(emitted(*words), log)
+    words = ["--max-restarts", "1", "--", TRAIN, "--steps", "4", "--out", str(tmp_path), "--fail-rank", "1"]
+    job = slurm.submit(emitted(*words, slots=1), log)
     wait_for(lambda: slurm.ended(job), slurm.logs)
     text = log.read_text()
-    assert "ValueError: rank 3 was told to fail" in text
+    assert "ValueError: rank 1 was told to fail" in text
     assert re.search(r"attempt 0 ended with exit code \d+", text)
     assert slurm.state(job).startswith("COMPLETED"), text
     assert len(re.findall(r"step 3 loss", text)) == 1

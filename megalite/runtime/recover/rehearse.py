@@ -24,8 +24,7 @@ _CONTEXT = 600 << 20
 def rehearse(cfg: Config | None = None) -> None:
     """Train a tiny model for a step on one process, on the host: what a first step imports is then imported.
 
-    torch imports some 500 modules at the first backward pass, which takes longer than all else in a recovery. Then the
-    same on the GPU, if there is one with memory to spare: its context, libraries and kernels take seconds, too.
+    Then the same on the GPU, if there is one with memory to spare: its context, libraries and kernels take seconds.
 
     Args:
         cfg: the run; None: on the host alone.
