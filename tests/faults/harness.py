@@ -23,13 +23,15 @@ RUN = [
     *("--global-batch-size", "8", "--mock-data", "--device", "cpu", "--lr", "1e-3", "--hidden-dropout", "0.1"),
     *("--train-steps", str(STEPS), "--save-every", "2"),
 ]
+PAIRED = [*RUN, "--micro-batch-size", "2"]
+"""The same with half as many micro-batches, and so half the work, for tests that do not count them."""
 FOREVER = ["--train-steps", "1000000", "--lr-decay", "constant"]
 RECOVER = ["--recover", "process"]
 
 
 def begin(zygote: Zygote, folder: Path, world: int, flags: list[str], *faults: dict[str, Any]) -> Job:
     folder.mkdir(exist_ok=True)
-    return zygote.start([*RUN, "--run-dir", str(folder / "run"), *flags], world, folder, *faults)
+    return zygote.start([*PAIRED, "--run-dir", str(folder / "run"), *flags], world, folder, *faults)
 
 
 Alone = Callable[..., Path]

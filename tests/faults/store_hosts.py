@@ -73,7 +73,7 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts(s3: S3, folder: Path) -> Iterator[tuple[BreakingProxy, list[Host]]]:
+def two_hosts(s3: S3, zygote: Zygote, folder: Path) -> Iterator[tuple[BreakingProxy, list[Host]]]:
     """Hosts on networks of their own, which reach the store through a proxy alone."""
     with ExitStack() as undo:
         address, names = undo.enter_context(networks(2))
@@ -82,8 +82,6 @@ def two_hosts(s3: S3, folder: Path) -> Iterator[tuple[BreakingProxy, list[Host]]
         undo.callback(proxy.close)
         interface = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
         env = {**environment(proxy.port, address), "MASTER_ADDR": first, **interface}
-        zygote = Zygote("s3fs")
-        undo.callback(zygote.close)
         yield proxy, [Host(zygote, rank, folder / f"host{rank}", names[rank], env) for rank in range(2)]
 
 
@@ -163,7 +161,7 @@ def kill_to_the_end(
 
     Args:
         s3: a store; what the run leaves there is under the folder's name.
-        zygote: starts the undisturbed run.
+        zygote: starts all ranks.
         folder: an empty one, for data, disks of hosts and what they say.
         rng: draws places of kills, hosts, disks that are lost.
         kills: number of kills.
@@ -178,12 +176,12 @@ def kill_to_the_end(
     model = [
         *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--vocab-size", "90", "--seq-len", "16"),
         *("--global-batch-size", "4", "--device", "cpu", "--lr", "3e-4", "--hidden-dropout", "0.1"),
-        *("--lr-decay-steps", "1000", "--save-every", "2"),
+        *("--lr-decay-steps", "1000", "--save-every", "2", "--micro-batch-size", "2"),
     ]
     url, steps, hits = s3.url(f"{folder.name}/run"), 4, list[str]()
     flags = [*model, "--data", s3.url(f"{folder.name}/data/text"), "--run-dir", url]
     store, newest = Store(f"{url}/checkpoints"), 0
-    with two_hosts(s3, folder) as (proxy, hosts):
+    with two_hosts(s3, zygote, folder) as (proxy, hosts):
         while len(hits) < kills:
             place = MID_PART[len(hits)] if len(hits) < 2 else rng.choice(PLACES)
             others = drawn(broken, rng)

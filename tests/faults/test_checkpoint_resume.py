@@ -19,8 +19,8 @@ STEPS, EVERY, KILLS = 72, 5, 3
 MARGIN = 8
 TRAIN = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--vocab-size", "90", "--seq-len", "16"),
-    *("--global-batch-size", "4", "--mock-data", "--device", "cpu", "--tp", "2", "--hidden-dropout", "0.1"),
-    *("--train-steps", str(STEPS), "--save-every", str(EVERY), "--keep-last", "2"),
+    *("--global-batch-size", "4", "--micro-batch-size", "2", "--mock-data", "--device", "cpu", "--tp", "2"),
+    *("--train-steps", str(STEPS), "--save-every", str(EVERY), "--keep-last", "2", "--hidden-dropout", "0.1"),
 ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import RUN
+from tests.faults.harness import PAIRED
 from tests.faults.zygote import Zygote
 
 
@@ -25,7 +25,7 @@ from tests.faults.zygote import Zygote
     ],
 )
 def test_one_line_and_2(zygote: Zygote, tmp_path: Path, env: dict[str, str], line: str) -> None:
-    (left,) = zygote.start([*RUN, "--run-dir", str(tmp_path / "run")], 1, tmp_path, env=env).end()
+    (left,) = zygote.start([*PAIRED, "--run-dir", str(tmp_path / "run")], 1, tmp_path, env=env).end()
     assert left.code == 2
     assert left.err.startswith(line), left.err
     assert left.err.count("\n") == 1

@@ -21,7 +21,7 @@ import yaml
 
 from megalite.extras.launch.emit import BatchJob, KubernetesOptions, kubernetes_manifest
 from megalite.extras.launch.local import LOST_CODE
-from tests.faults.harness import FOREVER, RUN, Alone, events, guard_waits, outcome
+from tests.faults.harness import FOREVER, PAIRED, Alone, events, guard_waits, outcome
 from tests.faults.harness import alone as alone
 from tests.faults.networks import networks, pids_in
 from tests.faults.zygote import WITHIN_S
@@ -39,7 +39,7 @@ class Pods:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def create(self, env: dict[str, str], how: Sequence[str] = ("--spare-ranks", "1")) -> None:
-        flags = [*RUN, *STEPS, "--run-dir", str(self.folder / "run"), "--recover", "host", *how]
+        flags = [*PAIRED, *STEPS, "--run-dir", str(self.folder / "run"), "--recover", "host", *how]
         env = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": PYTHONPATH, **env}
         script = ("tests/faults/train_and_wait.py", *flags)
         job = BatchJob(script, PODS, 1, "train", str(ROOT), sys.executable, cpu=True, env=env, image="i")
@@ -177,7 +177,7 @@ def test_pods_that_come_back_are_in_reserve_for_those_that_are_lost_next(
 def test_pods_of_an_elastic_run_leave_and_come_back(pods: Pods, tmp_path: Path) -> None:
     """One is killed, another drained: each time the others go on, until its index is started again."""
     run = tmp_path / "run"
-    pods.create({"WAIT": "0:never"}, ["--elastic", "--grow-after", "0", *FOREVER])
+    pods.create({"WAIT": "0:never"}, ["--elastic", "--grow-after", "0", "--save-every", "0", *FOREVER])
     pods.until(lambda: "step 3/" in pods.said())
     # In another order each time: who has come back is the last rank.
     for number, (pod, words) in enumerate([(1, "is lost"), (2, "leaves")]):
@@ -198,7 +198,7 @@ def test_pods_of_an_elastic_run_leave_and_come_back(pods: Pods, tmp_path: Path) 
 def test_the_first_pod_of_an_elastic_run_is_lost_and_comes_back(pods: Pods, tmp_path: Path) -> None:
     """The store and the hub were in it: another pod has them, and is drained in its turn."""
     run = tmp_path / "run"
-    pods.create({"WAIT": "0:never"}, ["--elastic", "--grow-after", "0", *FOREVER])
+    pods.create({"WAIT": "0:never"}, ["--elastic", "--grow-after", "0", "--save-every", "0", *FOREVER])
     pods.until(lambda: "step 3/" in pods.said())
     assert pods.kill(0) == 137
     pods.until(lambda: len(events(run, "resize")) == 1, lives=1)

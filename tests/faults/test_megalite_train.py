@@ -22,7 +22,7 @@ from megalite.extras.launch import train as command
 from megalite.extras.launch.local import wait_for_name
 from megalite.extras.tool import run_tool
 from megalite.runtime.base.child import children, process_state
-from tests.faults.harness import FOREVER, RUN, committed
+from tests.faults.harness import FOREVER, PAIRED, committed
 from tests.faults.zygote import WITHIN_S
 from tests.ranks import ROOT
 
@@ -251,7 +251,7 @@ def test_ranks_save_and_leave_when_their_launcher_is_killed(tmp_path: Path, monk
     """torchrun's ranks too: both are torch elastic, in which the ranks are its children."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run = tmp_path / "run"
-    started = Started(tmp_path, ["--nproc", "1", *RUN, *FOREVER, "--save-every", "0", "--run-dir", str(run)])
+    started = Started(tmp_path, ["--nproc", "1", *PAIRED, *FOREVER, "--save-every", "0", "--run-dir", str(run)])
     started.until(lambda: "step 3/" in started.err())
     assert started.process.pid is not None
     ranks = []
@@ -309,7 +309,7 @@ def test_told_to_stop_while_torch_waits_for_the_first_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = str(silent.getsockname()[1])
         words = f"--nproc 1 --nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port {port}".split()
-        command = [sys.executable, "-m", "megalite", "train", *words, "pretrain_gpt.py", *RUN]
+        command = [sys.executable, "-m", "megalite", "train", *words, "pretrain_gpt.py", *PAIRED]
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as waiting:
             try:
                 silent.settimeout(WITHIN_S)

@@ -15,7 +15,7 @@ from megalite.runtime.base.child import children, stat_of
 from tests.faults.guarded_hosts import RECOVER, Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
 from tests.faults.harness import (
-    RUN,
+    PAIRED,
     codes,
     committed,
     evaluations,
@@ -37,10 +37,10 @@ def test_a_host_is_killed(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """Two ranks each, with a pipeline between hosts: those in reserve take over."""
     flags = ["--tp", "2", "--pp", "2", "--eval-every", "3", "--eval-steps", "2"]
     (tmp_path / "whole").mkdir()
-    arguments = [*RUN, "--run-dir", str(tmp_path / "whole" / "run"), *flags]
+    arguments = [*PAIRED, "--run-dir", str(tmp_path / "whole" / "run"), *flags]
     assert codes(zygote.start(arguments, 4, tmp_path / "whole").end()) == [0] * 4
     folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
-    jobs = hosts.begin(folder, flags, 2, waits_at(5, folder), each=2)
+    jobs = hosts.begin(folder, flags, 2, waits_at(5, folder), each=2, run=PAIRED)
     jobs[0].wait_for(0, "step 4/")
     hosts.power_off(1)
     jobs[0].wait_for(0, "back to step ")
@@ -57,7 +57,7 @@ def test_a_host_is_killed(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
 def test_a_guard_is_killed(hosts: Hosts, tmp_path: Path, whole: Path) -> None:
     """As its host; and after it the process that took over, which its new guard recovers."""
     run = tmp_path / "run"
-    jobs = hosts.begin(tmp_path, [], 1, waits_at(5, tmp_path), kill(1, 7, tmp_path))
+    jobs = hosts.begin(tmp_path, [], 1, waits_at(5, tmp_path), kill(1, 7, tmp_path), run=PAIRED)
     jobs[0].wait_for(0, "step 4/")
     os.kill(jobs[1].pid(0), signal.SIGKILL)
     jobs[0].wait_for(0, "back to step ")
@@ -71,7 +71,7 @@ def test_a_guard_is_killed(hosts: Hosts, tmp_path: Path, whole: Path) -> None:
 
 def test_a_host_is_cut_off(hosts: Hosts, tmp_path: Path, whole: Path) -> None:
     """Nobody hears of it: the guards' connections find out within 15 s, on both sides."""
-    jobs = hosts.begin(tmp_path, [], 1, waits_at(5, tmp_path))
+    jobs = hosts.begin(tmp_path, [], 1, waits_at(5, tmp_path), run=PAIRED)
     jobs[0].wait_for(0, "step 4/")
     hosts.cable(1, "down")
     try:
@@ -90,10 +90,10 @@ def test_a_host_and_the_one_that_keeps_its_copies(hosts: Hosts, zygote: Zygote, 
     """What is on disk serves, on the hosts in reserve."""
     (tmp_path / "whole").mkdir()
     flags = ["--global-batch-size", "6"]
-    arguments = [*RUN, "--run-dir", str(tmp_path / "whole" / "run"), *flags]
+    arguments = [*PAIRED, "--run-dir", str(tmp_path / "whole" / "run"), *flags]
     assert codes(zygote.start(arguments, 3, tmp_path / "whole").end()) == [0] * 3
     folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
-    jobs = hosts.begin(folder, flags, 2, waits_at(6, folder), count=5)
+    jobs = hosts.begin(folder, flags, 2, waits_at(6, folder), count=5, run=PAIRED)
     jobs[0].wait_for(0, "step 5/")
     zygote.until(lambda: "step_00000004" in committed(run))
     for host in (1, 2):
@@ -107,10 +107,10 @@ def test_a_host_and_the_one_that_keeps_its_copies(hosts: Hosts, zygote: Zygote, 
 def test_several_hosts_are_killed(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """Of four: the copies of the second are on the fourth, those of the third on the first."""
     (tmp_path / "whole").mkdir()
-    arguments = [*RUN, "--run-dir", str(tmp_path / "whole" / "run")]
+    arguments = [*PAIRED, "--run-dir", str(tmp_path / "whole" / "run")]
     assert codes(zygote.start(arguments, 4, tmp_path / "whole").end()) == [0] * 4
     folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
-    jobs = hosts.begin(folder, [], 2, waits_at(5, folder), count=6)
+    jobs = hosts.begin(folder, [], 2, waits_at(5, folder), count=6, run=PAIRED)
     jobs[0].wait_for(0, "step 4/")
     for host in (1, 2):
         hosts.power_off(host)
@@ -127,7 +127,7 @@ def test_a_guard_is_killed_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path
     """The store is in the first host's torchrun; the others do not notice that one of them has ended."""
     run = tmp_path / "run"
     long = ["--train-steps", "1000000", "--lr-decay", "constant", "--run-dir", str(run), *RECOVER, "1"]
-    with hosts.torchrun(tmp_path, [*RUN, *long]) as launchers:
+    with hosts.torchrun(tmp_path, [*PAIRED, *long]) as launchers:
 
         def said(words: str, host: int = 0) -> bool:
             text = (tmp_path / f"said_{host}").read_text()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.guarded_hosts import Hosts, end
 from tests.faults.guarded_hosts import hosts as hosts
-from tests.faults.harness import RUN, codes, committed, events, outcome, waits_at
+from tests.faults.harness import PAIRED, codes, committed, events, outcome, waits_at
 from tests.faults.zygote import Zygote, members_of
 
 pytestmark = pytest.mark.root
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.root
 def run_on(zygote: Zygote, folder: Path, world: int, *flags: str) -> Path:
     """Let a run go on to its end, on one host."""
     folder.mkdir(exist_ok=True)
-    assert codes(zygote.start([*RUN, "--run-dir", str(folder / "run"), *flags], world, folder).end()) == [0] * world
+    assert codes(zygote.start([*PAIRED, "--run-dir", str(folder / "run"), *flags], world, folder).end()) == [0] * world
     return folder / "run"
 
 
@@ -31,7 +31,7 @@ def losses(run: Path) -> list[float]:
 def test_a_host_is_lost_without_a_reserve(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """The run used to end with what was on disk, step 4."""
     whole, hit = run_on(zygote, tmp_path / "whole", 2), tmp_path / "hit"
-    jobs = hosts.begin(hit, ["--save-every", "4"], 0, waits_at(7, hit), count=2)
+    jobs = hosts.begin(hit, ["--save-every", "4"], 0, waits_at(7, hit), count=2, run=PAIRED)
     jobs[0].wait_for(0, "step 6/")
     zygote.until(lambda: committed(hit / "run") == {"step_00000004"})
     hosts.power_off(1)
@@ -56,7 +56,7 @@ def test_the_last_reserve_is_used_up(hosts: Hosts, zygote: Zygote, tmp_path: Pat
     """Two ranks each: those in reserve take over, and then nobody is left but the first host."""
     flags, hit = ["--tp", "2"], tmp_path / "hit"
     whole = run_on(zygote, tmp_path / "whole", 4, *flags)
-    jobs = hosts.begin(hit, [*flags, "--save-every", "0"], 2, waits_at(6, hit), each=2)
+    jobs = hosts.begin(hit, [*flags, "--save-every", "0"], 2, waits_at(6, hit), each=2, run=PAIRED)
     jobs[0].wait_for(0, "step 5/")
     hosts.power_off(1)
     jobs[0].wait_for(0, "back to step ")
@@ -79,7 +79,7 @@ def test_a_host_and_the_one_that_keeps_its_copies_without_a_reserve(
     """The next start resumes from the disk."""
     flags = ["--global-batch-size", "6"]
     whole, hit = run_on(zygote, tmp_path / "whole", 3, *flags), tmp_path / "hit"
-    jobs = hosts.begin(hit, flags, 0, waits_at(6, hit))
+    jobs = hosts.begin(hit, flags, 0, waits_at(6, hit), run=PAIRED)
     jobs[0].wait_for(0, "step 5/")
     zygote.until(lambda: "step_00000004" in committed(hit / "run"))
     for host in (1, 2):

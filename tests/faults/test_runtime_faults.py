@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults.harness import (
     FOREVER,
-    RUN,
+    PAIRED,
     STEPS,
     codes,
     committed,
@@ -41,7 +41,7 @@ def told_dead(zygote: Zygote, folder: Path) -> str:
 
 
 def start(zygote: Zygote, folder: Path, world: int, *flags: str, fault: dict[str, Any] | None = None) -> Job:
-    arguments = [*RUN, *LAYOUTS[world], "--run-dir", str(folder / "run"), *flags]
+    arguments = [*PAIRED, *LAYOUTS[world], "--run-dir", str(folder / "run"), *flags]
     return zygote.start(arguments, world, folder, *([fault] if fault else []))
 
 
@@ -105,7 +105,7 @@ def test_one_rank_raises(zygote: Zygote, tmp_path: Path) -> None:
 
 def test_one_rank_raises_while_another_waits_in_a_call(zygote: Zygote, tmp_path: Path) -> None:
     """As NCCL's: no closed connection reaches it, and no signal's handler runs."""
-    arguments = [*RUN, *LAYOUTS[2], "--run-dir", str(tmp_path / "run")]
+    arguments = [*PAIRED, *LAYOUTS[2], "--run-dir", str(tmp_path / "run")]
     waits, fails = (
         {"rank": rank, "kind": kind, "place": "step", "at": 3} for rank, kind in enumerate(("call", "fail"))
     )
@@ -152,7 +152,7 @@ def test_a_writer_killed_on_one_rank(zygote: Zygote, tmp_path: Path, whole: dict
 def test_told_to_stop_in_a_save_and_twice(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """Rows 12 and 13: one rank is told, in a save, and once more while leaving; all stop after the same step."""
     job = zygote.start(
-        [*RUN, "--run-dir", str(tmp_path / "run")],
+        [*PAIRED, "--run-dir", str(tmp_path / "run")],
         2,
         tmp_path,
         {"rank": 1, "kind": "sigterm", "place": "save", "at": 4},
@@ -216,7 +216,7 @@ def test_state_that_is_not_finite_is_never_saved(zygote: Zygote, tmp_path: Path)
 
 def test_a_bit_flipped_in_one_copy(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """Row 36: told by the next save, which saves nothing."""
-    run = [*RUN, "--run-dir", str(tmp_path / "run")]
+    run = [*PAIRED, "--run-dir", str(tmp_path / "run")]
     flip = {"rank": 1, "kind": "", "place": "flip", "at": 4}
     left = zygote.start(run, 2, tmp_path, flip, once_committed(tmp_path / "run", 2, rank=1, at=4)).end()
     assert codes(left) == [1, 1]
@@ -235,7 +235,7 @@ def spiking(zygote: Zygote, folder: Path, *more: dict[str, Any], steps: int = 14
     """The batch that ends at sample 88 (step 11) has ten times the loss; saves after steps 4, 8 and 12."""
     flags = ["--on-spike", "rewind", "--save-every", "4", "--lr-decay-steps", "14", "--train-steps", str(steps)]
     flags += ["--batch-size-schedule", "0:8 12:4"]
-    return zygote.start([*RUN, *flags, "--run-dir", str(folder / "run")], 2, folder, in_batch("spike", 88), *more)
+    return zygote.start([*PAIRED, *flags, "--run-dir", str(folder / "run")], 2, folder, in_batch("spike", 88), *more)
 
 
 @pytest.mark.full
@@ -276,7 +276,7 @@ def test_loss_spike_rewinds_and_skips(zygote: Zygote, tmp_path: Path) -> None:
 
 def test_loss_spike_skipped(zygote: Zygote, tmp_path: Path) -> None:
     flags = ["--on-spike", "skip", "--train-steps", "13"]
-    left = zygote.start([*RUN, *flags, "--run-dir", str(tmp_path / "run")], 2, tmp_path, in_batch("spike", 88)).end()
+    left = zygote.start([*PAIRED, *flags, "--run-dir", str(tmp_path / "run")], 2, tmp_path, in_batch("spike", 88)).end()
     assert codes(left) == [0, 0], left
     (event,) = events(tmp_path / "run", "spike")
     assert event["step"] == 11
@@ -352,7 +352,7 @@ def test_torchrun_restarts_from_the_last_commit(tmp_path: Path, whole: dict[int,
         "with pretrain_gpt.leaving_together():\n"
         "    pretrain_gpt.main()\n"
     )
-    command = [*torchrun(2, "--max-restarts", "1"), str(script), *RUN, "--run-dir", str(tmp_path / "run")]
+    command = [*torchrun(2, "--max-restarts", "1"), str(script), *PAIRED, "--run-dir", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr
@@ -364,7 +364,7 @@ def test_torchrun_restarts_from_the_last_commit(tmp_path: Path, whole: dict[int,
 @pytest.mark.slow
 def test_sigterm_to_torchrun(tmp_path: Path, zygote: Zygote) -> None:
     """Row 11: torchrun passes it on; the ranks finish the step, save and leave, within its patience."""
-    command = [*torchrun(2), str(ROOT / "pretrain_gpt.py"), *RUN, *FOREVER]
+    command = [*torchrun(2), str(ROOT / "pretrain_gpt.py"), *PAIRED, *FOREVER]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with (tmp_path / "err").open("w") as err:
         process = subprocess.Popen([*command, "--run-dir", str(tmp_path / "run")], env=environment, stderr=err)
@@ -379,7 +379,7 @@ def test_sigterm_to_torchrun(tmp_path: Path, zygote: Zygote) -> None:
 
 def test_a_run_that_is_stopped_can_exit_as_its_launcher_asks(zygote: Zygote, tmp_path: Path) -> None:
     """A Kubernetes pod that exits 0 is never started again, whether its run is done or was told to stop."""
-    flags = [*RUN, *FOREVER, "--run-dir", str(tmp_path / "run")]
+    flags = [*PAIRED, *FOREVER, "--run-dir", str(tmp_path / "run")]
     job = zygote.start(flags, 2, tmp_path, env={"MEGALITE_UNFINISHED_EXIT_CODE": "75"})
     job.wait_for(0, "step 3/")
     os.kill(job.pid(1), signal.SIGTERM)
@@ -392,7 +392,7 @@ def test_a_run_that_is_stopped_can_exit_as_its_launcher_asks(zygote: Zygote, tmp
 @pytest.mark.full
 def test_a_smaller_world_goes_on(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """A lost host: dp 2 -> 1 -> 2, the same samples in the same order."""
-    run = [*RUN, "--lr-decay-steps", "8", "--run-dir", str(tmp_path / "run")]
+    run = [*PAIRED, "--lr-decay-steps", "8", "--run-dir", str(tmp_path / "run")]
     texts = []
     for world, steps in ((2, "3"), (1, "5"), (2, "8")):
         left = zygote.start([*run, "--train-steps", steps], world, tmp_path).end()
@@ -403,7 +403,7 @@ def test_a_smaller_world_goes_on(zygote: Zygote, tmp_path: Path, whole: dict[int
     assert "continuing with world 2" in texts[2]
     other = tmp_path / "other"
     other.mkdir()
-    plain = zygote.start([*RUN, "--run-dir", str(other / "run")], 2, other)
+    plain = zygote.start([*PAIRED, "--run-dir", str(other / "run")], 2, other)
     assert codes(plain.end()) == [0, 0]
     ours, theirs = outcome(tmp_path / "run")[0], outcome(other / "run")[0]
     assert [step[3] for step in ours] == [step[3] for step in theirs]

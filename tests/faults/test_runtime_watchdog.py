@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from megalite.runtime.base.child import children, process_state
-from tests.faults.harness import FOREVER, RUN, codes, committed, outcome
+from tests.faults.harness import FOREVER, PAIRED, codes, committed, outcome
 from tests.faults.zygote import Job, Left, Zygote, processes_of
 from tests.rows import always_run
 from tests.soak.disk import build_library
 
 TIMEOUT = 8
-FLAGS = [*RUN, "--watchdog-timeout", str(TIMEOUT), "--eval-every", "4", "--eval-steps", "2"]
+FLAGS = [*PAIRED, "--watchdog-timeout", str(TIMEOUT), "--eval-every", "4", "--eval-steps", "2"]
 # (what rank 1 does, where, after or in which step, words of the verdict)
 HANGS = {
     "stopped_in_a_step": ("stop", "step", 6, ["stopped", "in training (step 6, last operation: F of micro-batch"]),
@@ -84,7 +84,7 @@ def straight(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 @pytest.fixture
 def running(zygote: Zygote, tmp_path: Path) -> Iterator[Job]:
-    flags = [*RUN, *FOREVER, "--save-every", "0", "--watchdog-timeout", "4", "--run-dir", str(tmp_path / "run")]
+    flags = [*PAIRED, *FOREVER, "--save-every", "0", "--watchdog-timeout", "4", "--run-dir", str(tmp_path / "run")]
     job = zygote.start(flags, 2, tmp_path)
     job.wait_for(0, "step 3/")
     yield job
@@ -127,7 +127,7 @@ def test_ranks_that_wait_outside_python_end_after_another_has_died(zygote: Zygot
     faults = [{"rank": rank, "kind": "call", "place": "step", "at": 3} for rank in (0, 2, 3)]
     fork = {"rank": 1, "kind": "fork", "place": "step", "at": 2}
     kill = {"rank": 1, "kind": "kill", "place": "step", "at": 3}
-    flags = [*RUN, "--run-dir", str(tmp_path / "run")]
+    flags = [*PAIRED, "--run-dir", str(tmp_path / "run")]
     left = zygote.start(flags, 4, tmp_path, fork, kill, *faults).end()
     assert codes(left) == [-signal.SIGKILL] * 4, left
     for rank in (0, 2, 3):
@@ -139,7 +139,7 @@ def test_ranks_that_wait_outside_python_end_after_another_has_died(zygote: Zygot
 
 
 def test_no_watchdog(zygote: Zygote, tmp_path: Path) -> None:
-    flags = [*RUN, *FOREVER, "--watchdog-timeout", "0", "--save-every", "0", "--run-dir", str(tmp_path / "run")]
+    flags = [*PAIRED, *FOREVER, "--watchdog-timeout", "0", "--save-every", "0", "--run-dir", str(tmp_path / "run")]
     job = zygote.start(flags, 1, tmp_path)
     job.wait_for(0, "step 3/")
     assert watchdogs(tmp_path) == 0
@@ -181,7 +181,7 @@ def test_output_that_nobody_reads_stops_neither_rank_nor_watchdog(zygote: Zygote
             while True:
                 os.write(reader, b"x" * 512)
     stop = {"rank": 1, "kind": "stop", "place": "step", "at": 6}
-    flags = [*RUN, *FOREVER, "--watchdog-timeout", "2", "--run-dir", str(tmp_path / "run")]
+    flags = [*PAIRED, *FOREVER, "--watchdog-timeout", "2", "--run-dir", str(tmp_path / "run")]
     job = zygote.start(flags, 2, tmp_path, stop)
     zygote.until(lambda: all(name in zygote.codes for name in job.names))
     for reader, path in zip(readers, paths):
@@ -199,7 +199,7 @@ def test_output_that_nobody_reads_stops_neither_rank_nor_watchdog(zygote: Zygote
 
 def test_a_stopped_writer_ends_with_its_rank(zygote: Zygote, tmp_path: Path) -> None:
     """It holds a copy of everything that is saved."""
-    job = zygote.start([*RUN, *FOREVER, "--run-dir", str(tmp_path / "run")], 1, tmp_path)
+    job = zygote.start([*PAIRED, *FOREVER, "--run-dir", str(tmp_path / "run")], 1, tmp_path)
     zygote.until(lambda: committed(tmp_path / "run") if (tmp_path / "run" / "checkpoints").exists() else False)
     (writer,) = child_of(job.pid(0), "checkpoint.writer")
     os.kill(writer, signal.SIGSTOP)
@@ -216,7 +216,7 @@ def test_a_long_flush_is_no_hang(zygote: Zygote, tmp_path: Path) -> None:
     if library is None:
         pytest.skip("disk faults need a C compiler")
     slow = {"LD_PRELOAD": str(library), "SOAK_DISK_PATH": str(tmp_path), "SOAK_DISK_FAULT": "fsync 1 -6 0"}
-    flags = [*RUN, "--train-steps", "4", "--watchdog-timeout", "2", "--run-dir", str(tmp_path / "run")]
+    flags = [*PAIRED, "--train-steps", "4", "--watchdog-timeout", "2", "--run-dir", str(tmp_path / "run")]
     left = zygote.start(flags, 1, tmp_path, env=slow).end()
     assert codes(left) == [0], left
     assert committed(tmp_path / "run") == {"step_00000002", "step_00000004"}

@@ -11,7 +11,7 @@ import torch
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference.generate import generate
 from megalite.extras.inference.load import load_model
-from tests.faults.harness import RUN, codes, committed, events, in_batch, once_committed, outcome
+from tests.faults.harness import PAIRED, codes, committed, events, in_batch, once_committed, outcome
 from tests.faults.zygote import Zygote
 
 # Blocks, embedding and output layer are cut, and any read of a released weight is an error.
@@ -20,7 +20,7 @@ ZERO_3 = ["--zero", "3", "--zero-whole-below", "100", "--debug-zero"]
 
 def test_a_whole_run(zygote: Zygote, tmp_path: Path) -> None:
     """A spike, a rewind, evaluations, full saves and weights alone; then export and generation."""
-    flags = [*RUN, "--on-spike", "rewind", "--lr-decay-steps", "14", "--train-steps", "14"]
+    flags = [*PAIRED, "--on-spike", "rewind", "--lr-decay-steps", "14", "--train-steps", "14"]
     flags += ["--save-every", "4", "--save-model-every", "3", "--eval-every", "4", "--eval-steps", "2"]
     runs, jobs = [tmp_path / "cut" / "run", tmp_path / "whole" / "run"], []
     for run, more in zip(runs, (ZERO_3, [])):
@@ -55,7 +55,7 @@ def test_a_whole_run(zygote: Zygote, tmp_path: Path) -> None:
 
 def test_copies_are_compared_before_a_save(zygote: Zygote, tmp_path: Path) -> None:
     """Norms stay whole, on every rank; shares are held once, and nobody to compare them with is no error."""
-    run = [*RUN, *ZERO_3, "--run-dir", str(tmp_path / "run")]
+    run = [*PAIRED, *ZERO_3, "--run-dir", str(tmp_path / "run")]
     flip = {"rank": 1, "kind": "", "place": "flip", "at": 4}
     left = zygote.start(run, 2, tmp_path, flip, once_committed(tmp_path / "run", 2, rank=1, at=4)).end()
     assert codes(left) == [1, 1]
@@ -67,7 +67,7 @@ def test_copies_are_compared_before_a_save(zygote: Zygote, tmp_path: Path) -> No
 def test_scratch_files_that_do_not_fit(zygote: Zygote, tmp_path: Path, tiny_disk: Path) -> None:
     """Exit 2 before the first step with one line and both sizes; no rank dies of SIGBUS, and nothing is left."""
     flags = ["--hidden-size", "128", "--offload", "optimizer", "--offload-dir", str(tiny_disk)]
-    left = zygote.start([*RUN, *flags, "--run-dir", str(tmp_path / "run")], 2, tmp_path).end()
+    left = zygote.start([*PAIRED, *flags, "--run-dir", str(tmp_path / "run")], 2, tmp_path).end()
     assert codes(left) == [2, 2]
     (line,) = [line for rank in left for line in rank.err.splitlines() if "error:" in line]
     assert f"--offload-dir {tiny_disk}: " in line

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import RUN, STEPS, events, guard_waits, metrics, outcome, wait_for
+from tests.faults.harness import PAIRED, STEPS, events, guard_waits, metrics, outcome, wait_for
 from tests.faults.harness import alone as alone
 from tests.faults.harness import whole as whole
 from tests.faults.networks import networks, pids_in
@@ -52,7 +52,7 @@ def test_the_first_node_of_an_elastic_run_is_lost(slurm: Apart, tmp_path: Path) 
     Before the test that loses a node for good.
     """
     log, run, go_on = tmp_path / "job.log", tmp_path / "run", tmp_path / "go on"
-    flags = [*RUN, "--run-dir", str(run), "--recover", "host", "--elastic", "--save-every", "0"]
+    flags = [*PAIRED, "--run-dir", str(run), "--recover", "host", "--elastic", "--save-every", "0"]
     own = ["--no-preflight", "--env", f"WAIT=4:{go_on}", "--env", "GLOO_SOCKET_IFNAME=eth0"]
     own += ["--env", f"PYTHONPATH={PYTHONPATH}"]
     script = emitted(*own, "--", "tests/faults/train_and_wait.py", *flags, nodes=3, slots=1)
@@ -75,7 +75,7 @@ def test_the_first_node_of_an_elastic_run_is_lost(slurm: Apart, tmp_path: Path) 
 
 def test_a_node_is_lost(slurm: Apart, whole: Path, tmp_path: Path) -> None:
     log, run, go_on = tmp_path / "job.log", tmp_path / "run", tmp_path / "go on"
-    flags = [*RUN, "--run-dir", str(run), "--recover", "host", "--spare-ranks", "1"]
+    flags = [*PAIRED, "--run-dir", str(run), "--recover", "host", "--spare-ranks", "1"]
     own = ["--no-preflight", "--env", f"WAIT=4:{go_on}", "--env", "GLOO_SOCKET_IFNAME=eth0"]
     own += ["--env", f"PYTHONPATH={PYTHONPATH}"]
     script = emitted(*own, "--", "tests/faults/train_and_wait.py", *flags, nodes=3, slots=1)

@@ -14,7 +14,7 @@ import pytest
 
 from megalite.extras.launch import agent
 from megalite.runtime.base.child import stat_of
-from tests.faults.harness import RUN, STEPS, events, guard_waits, guards_among, outcome, wait_for
+from tests.faults.harness import PAIRED, STEPS, events, guard_waits, guards_among, outcome, wait_for
 from tests.faults.harness import alone as alone
 from tests.faults.harness import whole as whole
 from tests.faults.ssh_hosts import NODES, Hosts, Launch, sh
@@ -76,7 +76,7 @@ def launch(
     """A run of so many ranks on each of two hosts, which waits after step 4, and as many in reserve on the third."""
     hostfile, nodes = folder / "hostfile", NODES if spares else NODES[:2]
     hostfile.write_text("".join(f"{node} slots={slots}\n" for node in nodes))
-    flags = [*RUN, "--run-dir", str(folder / "run"), "--save-every", "3", "--recover", "host"]
+    flags = [*PAIRED, "--run-dir", str(folder / "run"), "--save-every", "3", "--recover", "host"]
     flags += [*ranks, *(["--spare-ranks", str(slots)] if spares else [])]
     own = ["--hostfile", str(hostfile), "--no-preflight", "--env", f"WAIT=4:{folder / 'go on'}"]
     own += ["--env", "GLOO_SOCKET_IFNAME=eth0", "--env", f"PYTHONPATH={PYTHONPATH}", *more]
@@ -129,13 +129,13 @@ def test_a_host_of_an_elastic_run_is_started_again(hosts: Hosts, tmp_path: Path,
     waits = f"WAIT=4:{tmp_path / 'go on'};6:{tmp_path / 'go further'}"
     run = launch(hosts, tmp_path, "--env", waits, spares=False, ranks=["--elastic", "--grow-after", "0"])
     power_off(hosts, NODES[1])
-    wait_for(lambda: "dp 2 -> 1, 8 micro-batches as 8, and no other host" in run.text(), "the shrink")
+    wait_for(lambda: "dp 2 -> 1, 4 micro-batches as 4, and no other host" in run.text(), "the shrink")
     (tmp_path / "go on").touch()
     wait_for(lambda: guard_waits(hosts.processes(NODES[1])), "the lost host back in reserve")
     (tmp_path / "go further").touch()
     assert run.end() == 0, run.text()
     assert "launch: mlnode2: connection lost; the run goes on with the hosts that are left" in run.text()
-    assert "joins (rank 1): dp 1 -> 2, 8 micro-batches as 4 4: on from step " in run.text()
+    assert "joins (rank 1): dp 1 -> 2, 4 micro-batches as 2 2: on from step " in run.text()
     (steps, _), (expected, _) = outcome(tmp_path / "run"), outcome(whole)
     assert [step[1:3] for step in steps] == [pytest.approx(step[1:3], rel=1e-5) for step in expected]
 
@@ -144,7 +144,7 @@ def test_the_first_host_of_an_elastic_run_is_lost(hosts: Hosts, tmp_path: Path, 
     """With the store, and the hub; the other goes on alone, and its end is that of the run."""
     run = launch(hosts, tmp_path, spares=False, ranks=["--elastic"])
     os.kill(agent_of(hosts, NODES[0]), signal.SIGKILL)  # the launcher is there, too
-    wait_for(lambda: "dp 2 -> 1, 8 micro-batches as 8, and no other host" in run.text(), "the shrink")
+    wait_for(lambda: "dp 2 -> 1, 4 micro-batches as 4, and no other host" in run.text(), "the shrink")
     (tmp_path / "go on").touch()
     assert run.end() == 0, run.text()
     assert "launch: mlnode1: connection lost; the run goes on with the hosts that are left: megalite" in run.text()

@@ -69,8 +69,10 @@ class Run:
         )
 
     def check(self, whole: Path, tmp_path: Path) -> int:
-        """All that is committed, on the disk and in the store, is what the undisturbed run has; count differences."""
-        shutil.rmtree(tmp_path / "copies", ignore_errors=True)
+        """All that is committed, on the disk and in the store, is what the undisturbed run has; count differences.
+
+        Of what is in the store copies are kept, and not fetched again.
+        """
         copies = [local_copies.fetch(self.store, name, tmp_path / "copies") for name in self.there()]
         found = 0
         for path in [*copies, *(self.disk / "checkpoints").glob("[!.]*_*")]:
@@ -136,6 +138,7 @@ def test_kills_of_one_of_two_ranks(run: Run, whole: Path, tmp_path: Path) -> Non
         run.killed(rank, fault)
         differences += run.check(whole, tmp_path)
     run.train()
+    shutil.rmtree(tmp_path / "copies")
     assert differences + run.check(whole, tmp_path) > 0
     assert losses(run.disk) == losses(whole)
     last = f"checkpoints/step_{STEPS:08d}"

@@ -1,6 +1,7 @@
 """pretrain_gpt.py, whose ranks wait after steps, or fail there: `WAIT=STEP:FILE;...` waits until the file exists.
 
-Steps of so small a model would take all processors where a run goes on until a test ends it: each one has a pause.
+Steps of so small a model would take all processors where a run goes on until a test ends it: each one has a pause, and
+a longer one where the run has no end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.faults.zygote import wait_for_file
 
 
 def wait(run: Run, _: dict[str, Any]) -> None:
-    time.sleep(0.1)
+    time.sleep(0.1 if run.engine.cfg.train.train_steps < 100 else 0.5)
     for word in os.environ["WAIT"].split(";"):
         step, path = word.split(":", 1)
         if run.step == int(step):

@@ -75,17 +75,13 @@ class Job:
 
 
 class Zygote:
-    """The test's side.
+    """The test's side."""
 
-    Args:
-        modules: imported too.
-    """
-
-    def __init__(self, *modules: str) -> None:
+    def __init__(self) -> None:
         from tests.ranks import PYTHONPATH
 
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *modules],
+            [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -629,6 +625,8 @@ def serve() -> None:
                     os.killpg(rank, signal.SIGKILL)
             return
         job = json.loads(line)
+        if b"s3://" in line:
+            importlib.import_module("s3fs")
         pid = os.fork()
         if pid == 0:
             be_rank(job)
@@ -643,7 +641,5 @@ if __name__ == "__main__":
     import pretrain_gpt  # noqa: F401
     from megalite.runtime.recover.rehearse import rehearse
 
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
     rehearse()
     serve()

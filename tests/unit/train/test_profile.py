@@ -18,7 +18,7 @@ from megalite.runtime.options import cli
 from megalite.runtime.options.run import RunConfig
 from megalite.runtime.options.windows import step_range, step_windows
 from megalite.runtime.record.profile import StepProfiler
-from tests.ranks import run_ranks
+from tests.faults.zygote import Zygote
 
 LAYERS, MICROBATCHES = 4, 4
 # What TensorBoard's profiler plugin looks for: worker, and time (torch_tb_profiler/consts.py).
@@ -63,9 +63,10 @@ def read_table(path: Path) -> tuple[float, dict[str, tuple[float, float, int | N
 
 
 @pytest.mark.full
-def test_every_rank_has_a_trace_and_its_time_by_phase(tmp_path: Path) -> None:
+def test_every_rank_has_a_trace_and_its_time_by_phase(zygote: Zygote, tmp_path: Path) -> None:
     flags = ["--tp", "1", "--pp", "2", "--profile", "2:4,5:6", "--record-schedule", "3:4", "--eval-every", "2"]
-    left = run_ranks([*TINY, *flags, "--train-steps", "5", "--eval-steps", "1", "--run-dir", str(tmp_path)], 2)
+    flags = [*TINY, *flags, "--train-steps", "5", "--eval-steps", "1", "--run-dir", str(tmp_path)]
+    left = zygote.start(flags, 2, tmp_path).end()
     assert [rank.code for rank in left] == [0, 0], left
     steps, _ = read_metrics(tmp_path)
     assert [s["step"] for s in steps] == [1, 2, 3, 4, 5]
@@ -112,11 +113,11 @@ def test_every_rank_has_a_trace_and_its_time_by_phase(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_weights_on_their_way_when_the_profile_starts_and_ends(tmp_path: Path) -> None:
+def test_weights_on_their_way_when_the_profile_starts_and_ends(zygote: Zygote, tmp_path: Path) -> None:
     """A send that outlives the profile it began in would write into the profiler's freed memory."""
     big = ["--vocab-size", "16384", "--hidden-size", "256", "--global-batch-size", "4"]
     flags = [*TINY, *big, "--profile", "2:4", "--train-steps", "5", "--run-dir", str(tmp_path)]
-    left = run_ranks(flags, 2)
+    left = zygote.start(flags, 2, tmp_path).end()
     assert [rank.code for rank in left] == [0, 0], left
 
 
