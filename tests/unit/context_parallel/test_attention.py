@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -156,7 +157,7 @@ def largest_error(
             assert whole is not None
             want = torch.stack([part(whole.detach(), size, rank) for rank in range(size)])
             error = ((torch.stack(parts).double() - want).norm() / want.norm()).item()
-            errors.append((error, f"{what} of {case}"))
+            errors.append((math.inf if math.isnan(error) else error, f"{what} of {case}"))
     return max(errors)
 
 
