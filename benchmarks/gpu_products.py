@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels import backends, copy_rate, medians
 from megalite.core.ops import resolve
+from megalite.core.ops.bands import Band
 from megalite.core.options.recipe import RECIPES
 from megalite.core.parts.quant import fp8
 
@@ -219,7 +220,7 @@ def attention_seconds(
 
 
 def attend(device: torch.device) -> dict[str, Any]:
-    """Return milliseconds of `attend` whole, and with a mask for a window, as context parallelism and sinks run it."""
+    """Return milliseconds of `attend` whole, in a band for a window, and with a mask for it as dropout has one."""
     seq, heads, width = (4096, 32, 128) if device.type == "cuda" else (16, 4, 8)
     ops = resolve("auto", device, _BF16)
     q, dout = (torch.randn(1, heads, seq, width, device=device, dtype=_BF16) for _ in range(2))
@@ -227,7 +228,12 @@ def attend(device: torch.device) -> dict[str, Any]:
     place = torch.arange(seq, device=device)
     window = (place[:, None] >= place) & (place[:, None] - place < seq // 4)
     found: dict[str, Any] = {"ran": [ops.describe()]}
-    for name, options in (("causal", {"causal": True}), ("window", {"visible": window[None, None]})):
+    ways: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "band": {"band": Band(0, seq // 4)},
+        "window": {"visible": window[None, None]},
+    }
+    for name, options in ways.items():
         out, lse = ops.attend(q, k, v, **options)
         found[f"{name}_forward_ms"] = seconds_of(partial(ops.attend, q, k, v, **options), device) * 1e3
         backward = partial(ops.attend_backward, dout, q, k, v, out, lse, **options)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megalite.core.batch import Documents, Mask
 from megalite.core.ops import Ops
+from megalite.core.ops.bands import Band
 from megalite.core.ops.cross_entropy import combine_stats
 
 # Relative L2 error against float64. bf16: rounding of inputs' products to 8 bits (2^-9) a few times over.
@@ -496,8 +497,9 @@ def _attention_cases() -> Iterator[Case]:
 
 def _attend(o: Ops, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, **options: Any) -> Sequence[Tensor]:
     """Attend to the first five keys and to the others, merge, and give every block its gradients; causal: at once."""
-    blocks = [slice(None)] if options.get("causal") else [slice(0, 5), slice(5, None)]
-    masks = [None if options.get("causal") or seen.all() else seen[..., keys] for keys in blocks]
+    at_once = "causal" in options or "band" in options
+    blocks = [slice(None)] if at_once else [slice(0, 5), slice(5, None)]
+    masks = [None if at_once or seen.all() else seen[..., keys] for keys in blocks]
     parts = [o.attend(q, k[:, :, keys], v[:, :, keys], mask, **options) for keys, mask in zip(blocks, masks)]
     lse = functools.reduce(torch.logaddexp, (lse for _, lse in parts))
     merged = sum(out * (own - lse).exp().unsqueeze(-1) for out, own in parts)
@@ -513,13 +515,13 @@ def _attend(o: Ops, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor,
 
 
 def _attend_oracle(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, *, causal: bool = False, softcap: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, *, softcap: float | None = None, **at_once: Any
 ) -> Sequence[Tensor]:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     group = q.shape[1] // k.shape[1]
     scores = leaves[0] @ leaves[1].repeat_interleave(group, 1).transpose(2, 3) / q.shape[3] ** 0.5
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-    seen = torch.ones_like(scores, dtype=torch.bool).tril() if causal else seen
+    seen = torch.ones_like(scores, dtype=torch.bool).tril() if "causal" in at_once else seen
     scores = scores.masked_fill(~seen, float("-inf"))
     out = scores.softmax(-1) @ leaves[2].repeat_interleave(group, 1)
     return out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, leaves, dout)
@@ -527,11 +529,13 @@ def _attend_oracle(
 
 def _attend_cases() -> Iterator[Case]:
     for queries, keys, heads, kv in ((7, 12, 4, 2), (12, 12, 3, 3), (33, 40, 8, 1)):
-        for kind in ("all", "masked", "masked alike", *(("causal",) if queries == keys else ())):
+        more = keys - queries
+        bands = {"band": Band(more, 4), "all before": Band(more, keys), "earlier": Band(keys + 2, queries + 5)}
+        for kind in ("all", "masked", "masked alike", *(("causal",) if queries == keys else ()), *bands):
             for softcap in (None, 2.0):
 
-                def inputs(g: torch.Generator, sizes: Any = (queries, keys, heads, kv, kind)) -> list[Tensor]:
-                    queries, keys, heads, kv, kind = sizes
+                def inputs(g: torch.Generator, sizes: Any = (queries, keys, heads, kv, kind, bands)) -> list[Tensor]:
+                    queries, keys, heads, kv, kind, bands = sizes
                     shapes = ((queries, heads), (keys, kv), (keys, kv), (queries, heads))
                     drawn = [_randn(g, rows, 2, n, 16).permute(1, 2, 0, 3) for rows, n in shapes]
                     seen = torch.ones(2, 1, queries, keys, dtype=torch.bool, device=drawn[0].device)
@@ -541,9 +545,12 @@ def _attend_cases() -> Iterator[Case]:
                         seen[:, :, :, 3] = False
                     if kind == "masked alike":  # one mask for all samples
                         seen = seen[:1].tril(2)
+                    if kind in bands:
+                        seen = bands[kind].visible(*drawn[:2])
                     return [*drawn, seen]
 
-                options = {"softcap": softcap, **({"causal": True} if kind == "causal" else {})}
+                options: dict[str, Any] = {"softcap": softcap}
+                options |= {"causal": True} if kind == "causal" else {"band": bands[kind]} if kind in bands else {}
                 yield Case(
                     f"attend [2, {heads}/{kv}, {queries} to {keys}, 16] {kind} softcap {softcap}",
                     inputs,

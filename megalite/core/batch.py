@@ -7,15 +7,17 @@ Shapes: S tokens of a sample, B samples, F features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Documents:
     bounds: Tensor | None = None
     longest: int = 0
     host_starts_BS: npt.NDArray[np.int64] | None = None
-    _visible: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, starts_BS: npt.NDArray[np.int64], starts_SB: Tensor) -> Documents:
@@ -76,23 +78,27 @@ class Documents:
             return cls(starts_SB)
         # Bounds are found on the host: a GPU would have to be asked how many documents there are.
         bounds = document_bounds(starts_BS)
-        host = torch.from_numpy(bounds).pin_memory()  # a copy from pageable memory would wait for the GPU's work
         longest = int(np.diff(bounds).max())
-        return cls(starts_SB, host.to(starts_SB.device, non_blocking=True), longest, host_starts_BS=starts_BS)
+        return cls(starts_SB, uploaded(bounds, starts_SB.device), longest, host_starts_BS=starts_BS)
 
     def visible(self, window: int) -> Tensor:
         """Return [B, 1, S, S] bool, True where a query (row) sees a key (column); kept for the other layers."""
         if torch.compiler.is_compiling():
             return self._compute_mask(window)
-        if window not in self._visible:
-            self._visible[window] = self._compute_mask(window)
-        return self._visible[window]
+        return self.once(window, lambda: self._compute_mask(window))
 
-    def first_seen(self, position: int) -> tuple[int, int]:
-        """Return where the document that a position is in starts: (least, greatest) of the samples."""
-        host = self.host_starts_BS
-        starts = self.starts_SB[position].tolist() if host is None else host[:, position].tolist()
-        return min(starts), max(starts)
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """Return what `make` returns, which is kept for the other layers."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
+    def host_starts(self, positions: range) -> npt.NDArray[np.int64]:
+        """Return, on the host, where the documents start that some positions of the samples are in: [B, positions]."""
+        at, host = slice(positions.start, positions.stop), self.host_starts_BS
+        starts: npt.NDArray[np.int64] = self.starts_SB[at].t().cpu().numpy() if host is None else host[:, at]
+        return starts
 
     def without_masks(self) -> Documents:
         """Return the same documents for the layers of one pass: the masks of a whole step would fill the memory."""
@@ -102,6 +108,12 @@ class Documents:
         at = torch.arange(len(self.starts_SB), device=self.starts_SB.device)
         first_BS = torch.maximum(self.starts_SB.t(), at - (window - 1))
         return ((at <= at[:, None]) & (at >= first_BS[..., None])).unsqueeze(1)
+
+
+def uploaded(x: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to the device without waiting for its work, as a copy from pageable memory would."""
+    host = torch.from_numpy(x)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def document_bounds(starts_BS: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:

@@ -304,7 +304,7 @@ def test_a_slow_rank_is_named(zygote: Zygote, tmp_path: Path) -> None:
 
 def test_a_mistake_of_one_rank_is_told_without_a_launcher(zygote: Zygote, tmp_path: Path) -> None:
     """Ranks that two people start by hand: only one has mistyped, and the other one waits."""
-    (left,) = zygote.start([*RUN, "--nope"], 1, tmp_path, env={"RANK": "1", "WORLD_SIZE": "2"}).end()
+    (left,) = zygote.start([*PAIRED, "--nope"], 1, tmp_path, env={"RANK": "1", "WORLD_SIZE": "2"}).end()
     assert left.code == 2
     assert "[rank 1] error: --nope: " in left.err
 

@@ -40,6 +40,21 @@ def test_same_layout_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -
     assert losses(tmp_path / "b") == losses(tmp_path / "a")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("first", "second"), [(["--moe-overlap"], []), ([], ["--moe-overlap"])])
+def test_pairs_begin_and_end_in_the_middle_of_a_run(
+    pool: WorkerPool, tmp_path: Path, first: list[str], second: list[str]
+) -> None:
+    """A checkpoint knows nothing of them, and they change no bit."""
+    model = [*MODEL, "--arch", "mixtral", "--num-experts", "8", "--ffn-hidden-size", "32", "--ep", "2"]
+    whole = pool.run(2, train, [*model, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], 2)
+    for flags, steps in ((first, "3"), (second, "6")):
+        arguments = [*model, *flags, "--train-steps", steps, "--run-dir", str(tmp_path / "b")]
+        resumed = pool.run(2, train, arguments, 2)
+    assert resumed == whole
+    assert losses(tmp_path / "b") == losses(tmp_path / "a")
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -69,8 +69,8 @@ def test_masks_of_one_pass_do_not_stay_with_the_micro_batch() -> None:
     assert batch.documents is not None
     documents = batch.documents.without_masks()
     assert documents.visible(S) is documents.visible(S)
-    assert documents._visible
-    assert not batch.documents._visible
+    assert documents._made
+    assert not batch.documents._made
 
 
 @pytest.mark.parametrize("documents", [False, True])

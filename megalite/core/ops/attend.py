@@ -1,11 +1,12 @@
 """Attention of some queries to some keys, with the log-sum-exp by which results for different keys are merged.
 
-attend(q, k, v, visible=None, *, causal=False, scale=None, softcap=None, keep=None, rate=0.0) -> out, lse
-attend_backward(dout, q, k, v, out, lse, visible=None, *, causal=False, scale=None, softcap=None, keep=None, rate=0.0)
-    -> dq, dk, dv
+attend(q, k, v, visible=None, *, causal=False, band=None, scale=None, softcap=None, keep=None, rate=0.0) -> out, lse
+attend_backward(dout, q, k, v, out, lse, visible=None, *, causal=False, band=None, scale=None, softcap=None, keep=None,
+    rate=0.0) -> dq, dk, dv
     q and out [B, N, Q, D], k and v [B, G, K, D] of one dtype, with contiguous heads; query head n reads key/value head
     n // (N / G). A query sees all keys; with causal (Q = K) those up to its own place; with visible, bool [B or 1, 1,
-    Q, K], those where it is True. scale and softcap as in core/ops/attention.py.
+    Q, K], those where it is True; with band, those of a `Band` or of `Pieces`, in one launch where `takes_bands` is
+    True, elsewhere by a mask. scale and softcap as in core/ops/attention.py.
 
         scores = q k^T * scale, capped, -inf where not visible
         lse = log(sum(exp(scores)))               [B, N, Q], fp32 or wider; -inf for a query that sees no key
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.core.ops.bands import Band, Pieces, attend_to_band, band_gradients, takes_bands
 from megalite.core.ops.op import TORCH, Op
 
 _ops: Any = torch.ops.aten
@@ -202,6 +204,7 @@ def attend(
     visible: Tensor | None = None,
     *,
     causal: bool = False,
+    band: Band | Pieces | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     keep: Tensor | None = None,
@@ -209,6 +212,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend, and return the log-sum-exp too; see the module's contract."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if band is not None:
+        if takes_bands(q) and softcap is None and keep is None:
+            return attend_to_band(q, k, v, band, scale)
+        visible = band.visible(q, k)
     if softcap is not None or (keep is not None and not q.is_cuda):
         return _plain(q, k, v, visible, causal, scale, softcap, keep, rate)
     if keep is not None:
@@ -276,6 +283,7 @@ def attend_backward(
     visible: Tensor | None = None,
     *,
     causal: bool = False,
+    band: Band | Pieces | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     keep: Tensor | None = None,
@@ -283,6 +291,10 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients that come from these keys; see the module's contract."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if band is not None:
+        if takes_bands(q) and softcap is None and keep is None:
+            return band_gradients(dout, q, k, v, out, lse, band, scale)
+        visible = band.visible(q, k)
     if softcap is not None or (keep is not None and not q.is_cuda):
         return _plain_backward(dout, q, k, v, out, lse, visible, causal, scale, softcap, keep, rate)
     if keep is not None:

@@ -88,11 +88,11 @@ def flash_version(case: AttentionCase) -> int:
         return 2
     if importlib.util.find_spec("flash_attn_interface") is None:
         return 2
-    if nn.attention.current_flash_attention_impl() == "FA3":
-        return 3
     try:
+        if nn.attention.current_flash_attention_impl() == "FA3":
+            return 3
         nn.attention.activate_flash_attention_impl("FA3")
-    except (ImportError, RuntimeError) as e:
+    except (AttributeError, ImportError, RuntimeError) as e:  # an older torch has no such functions
         logger.warning(f"flash_attn_3 cannot be used: {e}")
         return 2
     return 3

@@ -100,6 +100,8 @@ class DistributedOptimizer:
         rounding = (StateRounding(bucket, self._update_ops) for bucket in buckets)
         self._states = [_State(*each) for each in zip(buckets, self._store.flats, ratios, rounding)]
         self._matrices = MatrixExchange.all_of(buckets, ctx)
+        owned = [float(bucket.is_owner) for bucket in buckets]
+        self._owned = torch.tensor(owned, dtype=torch.float64, device=ctx.device)
 
     @torch.no_grad()
     def init_parameters(self, seed: int) -> None:
@@ -152,18 +154,18 @@ class DistributedOptimizer:
         Returns:
             This rank's summand of the squared global norm, fp64; the sum over the world counts every parameter once.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
+        norms = list[torch.Tensor]()
         for bucket in self.buckets:
             if bucket.missing:
                 raise RuntimeError(
                     f"gradient contributions are missing or too many for {', '.join(bucket.missing)}: each use of a "
                     "parameter must take part in the forward pass of every micro-batch, once"
                 )
-            share = bucket.finish_reduce()
-            norm = self.ops.l2_norm(share).double()
-            # A share owned by another rank adds 0, unless it is not finite: 0 * inf is NaN, and all ranks skip.
-            total += norm.square() if bucket.is_owner else norm * 0.0
-        return total
+            norms.append(self.ops.l2_norm(bucket.finish_reduce()))
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=self.ctx.device)
+        # A share owned by another rank adds 0, unless it is not finite: 0 * inf is NaN, and all ranks skip.
+        return torch.stack(norms).double().square().mul(self._owned).sum()
 
     @torch.no_grad()
     def step(

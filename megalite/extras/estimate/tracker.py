@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -46,8 +47,13 @@ _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention_backward,
     _ATEN._scaled_dot_product_efficient_attention_backward,
 }
-# FlashAttention's variable-length kernels (torch.nn.attention.varlen).
-_VARLEN = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
+# FlashAttention with windows and pieces (core/ops/bands.py), and for varying lengths (torch.nn.attention.varlen).
+_FLASH = (
+    "aten::_flash_attention_forward",
+    "aten::_flash_attention_backward",
+    "torch_attn::_varlen_attn",
+    "torch_attn::_varlen_attn_backward",
+)
 # Rows of the products in Triton's kernels, and what each element of a row is multiplied by.
 _GROUPED: dict[str, Callable[..., tuple[torch.Tensor, int]]] = {
     "megalite::triton_grouped_product": lambda x, w, sizes, transposed: (x, w.shape[1 if transposed else 2]),
@@ -287,8 +293,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if func.name() in _GROUPED:
         rows, width = _GROUPED[func.name()](*args)
         return 2 * rows.numel() * width
-    if func.name() in _VARLEN:
-        return _varlen_flops(arguments(func, args, kwargs))
+    if func.name() in _FLASH:
+        return _flash_flops(arguments(func, args, kwargs))
     if packet not in _ATTENTION:
         return 0
     values = arguments(func, args, kwargs)
@@ -303,14 +309,16 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return flops // 2 if values.get("is_causal") else flops
 
 
-def _varlen_flops(values: dict[str, Any]) -> int:
-    """Count the FLOPs of causal attention in samples that are all as long as the longest one, within a window."""
+def _flash_flops(values: dict[str, Any]) -> int:
+    """Count the FLOPs of attention within a window, in pieces that are all as long as the longest one."""
     q = values["query"]
     v = values["value"]
-    longest = values["max_q"]
-    left = values["window_size"][0] if values.get("window_size") else -1
-    window = longest if left < 0 else min(left + 1, longest)
-    # The first queries see fewer keys than the window has.
-    pairs = longest * window - window * (window - 1) // 2
+    queries, keys = values["max_q"], values["max_k"]
+    left, right = values.get("window_size") or (values["window_size_left"], values["window_size_right"])
+    # Of the keys before the first query, and of the queries' own: windows count from the end.
+    rows, before = np.arange(queries), keys - queries
+    first = np.maximum(rows + before - left, 0) if left >= 0 else 0 * rows
+    last = np.minimum(rows + before + right, keys - 1) if right >= 0 else 0 * rows + keys - 1
+    pairs = int(np.maximum(last - first + 1, 0).sum())
     products = 3 * q.shape[-1] + 2 * v.shape[-1] if "grad_out" in values else q.shape[-1] + v.shape[-1]
-    return 2 * q.shape[0] // longest * q.shape[1] * pairs * products
+    return 2 * q.shape[:-1].numel() // queries * pairs * products

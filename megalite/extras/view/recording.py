@@ -97,7 +97,10 @@ def _timed(row: list[Any], ops: dict[str, Op]) -> Timed:
 
 
 def measured_step(recording: Recording, step: int) -> Simulation:
-    """Return a recorded step as a `Simulation`: an op lasts from ready to done, a transfer from send to use."""
+    """Return a recorded step as a `Simulation`: an op lasts from ready to done, a transfer from send to use.
+
+    Of a pair, both show, see `_compute_spans`.
+    """
     schedule, ranks = recording.schedule, recording.steps[step]
     zero = min(t.begun for rank in ranks for t in rank)
     used: dict[Product, float] = {}  # when its consumer had it
@@ -107,9 +110,11 @@ def measured_step(recording: Recording, step: int) -> Simulation:
             used[needed] = t.ready - zero
     events: list[Event] = []
     for rank, timed in enumerate(ranks):
+        spans = {op: span for op, *span in _compute_spans(timed)}
         for t in timed:
             if t.op.is_compute:
-                events.append(Event(t.op, rank, None, t.ready - zero, t.done - zero))
+                begun, done = spans[t.op]
+                events.append(Event(t.op, rank, None, begun - zero, done - zero))
             elif t.op.kind in ("SF", "SB"):
                 events.append(Event(t.op, rank, t.op.peer, t.begun - zero, used[_message(t.op)]))
     return Simulation.from_events(schedule, "measured", recording.duration(step), events)
@@ -119,10 +124,11 @@ def _message(send: Op) -> Product:
     return send.kind[1], send.stage, send.microbatch
 
 
-def _compute_times(rank: list[Timed]) -> Iterator[tuple[Op, float]]:
-    """Yield the duration of each compute operation of a rank.
+def _compute_spans(rank: list[Timed]) -> Iterator[tuple[Op, float, float]]:
+    """Yield begin and end of each compute operation of a rank.
 
-    That of a pair is measured as a whole: each of the two takes its part of it as they take time alone.
+    A pair is measured as a whole: each of the two takes its part of it as they take time alone, the one after the
+    other, whereas they took turns.
     """
     compute = {t.op: t for t in rank if t.op.is_compute}
     units = [[compute[op] for op in ops] for ops in together(compute)]
@@ -132,8 +138,11 @@ def _compute_times(rank: list[Timed]) -> Iterator[tuple[Op, float]]:
             alone[t.op.kind].append(t.done - t.ready)
     for unit in units:
         usual = [statistics.fmean(alone[t.op.kind] or [1.0]) for t in unit]
+        begun, whole = unit[0].ready, unit[-1].done - unit[0].ready
         for t, part in zip(unit, usual):
-            yield t.op, (unit[-1].done - unit[0].ready) * part / sum(usual)
+            done = t.done if t is unit[-1] else begun + whole * part / sum(usual)
+            yield t.op, begun, done
+            begun = done
 
 
 def measured_costs(recording: Recording, step: int) -> Costs:
@@ -148,9 +157,9 @@ def measured_costs(recording: Recording, step: int) -> Costs:
     by_stage = [0.0] * num_stages
     sent: dict[Product, float] = {}
     for rank in recording.steps[step]:
-        for op, time in _compute_times(rank):
-            by_kind[op.kind].append(time)
-            by_stage[op.stage] += time
+        for op, begun, done in _compute_spans(rank):
+            by_kind[op.kind].append(done - begun)
+            by_stage[op.stage] += done - begun
         sent |= {_message(t.op): t.begun for t in rank if t.op.kind in ("SF", "SB")}
     waits = []
     for rank in recording.steps[step]:

@@ -51,6 +51,9 @@ def test_cuts_on_block_borders_are_accepted() -> None:
     cfg = config(f"{sizes} --precision bf16 --fp8 blockwise --fp8-keep-bf16 1")
     assert list(fp8_layers(cfg.model, cfg.train)) == [1, 2]
     assert describe_fp8(cfg.model, cfg.train) == ", FP8 blockwise (products of layers 1 to 2)"
+    moe = config("--arch mixtral --num-experts 4 --precision bf16 --fp8 tensorwise --ffn-hidden-size 1024")
+    told = ", FP8 tensorwise (products of layers 0 to 3, experts one after the other)"
+    assert describe_fp8(moe.model, moe.train) == told
     plain = config("")
     assert not fp8_layers(plain.model, plain.train)
     assert describe_fp8(plain.model, plain.train) == ""

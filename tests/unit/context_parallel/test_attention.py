@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.core.batch import Documents, Mask, by_rank, in_order, runs_of
 from megalite.core.mesh.context import ParallelContext
 from megalite.core.mesh.grid import Grid
-from megalite.core.ops import resolve
+from megalite.core.ops import attend as attend_op
+from megalite.core.ops import bands, resolve
 from megalite.core.ops.dropout import HeadDropout, SampleWords, keep_mask
 from megalite.core.parts.context import blocks, share_attention
+from megalite.core.parts.context.bands import bands_of
 from megalite.core.parts.context.blocks import blocks_of
+from tests.unit.context_parallel.flash_by_hand import flash_on_cpu
 from tests.workers import WorkerPool
 
 S, B = 48, 2
@@ -30,7 +34,8 @@ STARTS = torch.tensor(
 VARIANTS = {"gather": 1, "ring": 1, "a2a": 4, "a2a+gather": 2, "a2a+ring": 2}
 
 # (query heads, key heads, window, soft cap, documents)
-CASES: list[tuple[int, int, int | None, float | None, bool]] = [
+Drawn = tuple[int, int, int | None, float | None, bool]
+CASES: list[Drawn] = [
     (4, 2, None, None, False),
     (4, 2, None, None, True),
     (8, 4, 11, None, False),
@@ -38,6 +43,7 @@ CASES: list[tuple[int, int, int | None, float | None, bool]] = [
     (8, 1, None, 0.7, False),
     (4, 2, 11, 0.7, True),
 ]
+UNCAPPED = CASES[:4]
 # Scores of heads that have no value, some of which outweigh every key.
 SINKS = torch.tensor([-2.0, 0.5, 3.0, 9.0, 1.0, 0.0, -9.0, 2.0], dtype=torch.float64)
 # Of heads 3 and on, as if a tensor-parallel rank had those before.
@@ -88,8 +94,23 @@ def part(x: Tensor, size: int, rank: int) -> Tensor:
     return torch.cat([x[:, :, run.start : run.stop] for run in runs_of(S, size, rank)], 2).permute(2, 0, 1, 3)
 
 
+def attended_in_bands(rank: int, size: int, variant: str, dtype: torch.dtype, sinks: bool) -> list[list[Tensor]]:
+    """The same with the calls of a GPU, by formulas for FlashAttention, which caps no scores."""
+    with pytest.MonkeyPatch.context() as patch, flash_on_cpu():
+        for module in (bands, attend_op):
+            patch.setattr(module, "takes_bands", lambda q: True)
+        return attended(rank, size, variant, dtype, 5, sinks=sinks, cases=UNCAPPED)
+
+
 def attended(
-    rank: int, size: int, variant: str, dtype: torch.dtype, rows: int, dropout: bool = False, sinks: bool = False
+    rank: int,
+    size: int,
+    variant: str,
+    dtype: torch.dtype,
+    rows: int,
+    dropout: bool = False,
+    sinks: bool = False,
+    cases: Sequence[Drawn] = CASES,
 ) -> list[list[Tensor]]:
     """By case: this rank's out, dq, dk and dv, and with sinks what it adds to their gradient."""
     ctx = ParallelContext.create(Grid.of(size, cp=size), torch.device("cpu"))
@@ -103,7 +124,7 @@ def attended(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "_ROWS", rows)
         patch.setattr(blocks, "_ROWS_ON_CPU", rows)
-        for i, (heads, kv_heads, window, softcap, packed) in enumerate(CASES):
+        for i, (heads, kv_heads, window, softcap, packed) in enumerate(cases):
             attention = ways[i == 1]
             *leaves, dy = (part(x, size, rank).to(dtype).contiguous() for x in drawn(heads, kv_heads))
             leaves = [x.requires_grad_() for x in leaves]
@@ -126,7 +147,7 @@ def largest_error(
 ) -> tuple[float, str]:
     """The largest relative error of all cases, and where it is."""
     size, errors = len(ranks), []
-    for i, case in enumerate(CASES):
+    for i, case in enumerate(CASES[: len(ranks[0])]):
         *leaves, dy = drawn(*case[:2])
         leaves = [x.to(dtype).double().requires_grad_() for x in leaves]
         y = formula(leaves[0], leaves[1], leaves[2], *case[2:], dropout=dropout)
@@ -136,7 +157,7 @@ def largest_error(
             assert whole is not None
             want = torch.stack([part(whole.detach(), size, rank) for rank in range(size)])
             error = ((torch.stack(parts).double() - want).norm() / want.norm()).item()
-            errors.append((error, f"{what} of {case}"))
+            errors.append((math.inf if math.isnan(error) else error, f"{what} of {case}"))
     return max(errors)
 
 
@@ -169,8 +190,12 @@ def test_attention_in_every_type(pool: WorkerPool, size: int, variant: str, dtyp
 def test_sinks_are_a_column_of_the_softmax(
     pool: WorkerPool, size: int, variant: str, dtype: torch.dtype, dropout: bool
 ) -> None:
-    ranks = pool.run(size, attended, size, variant, dtype, 5, dropout, True)
-    for i, case in enumerate(CASES):
+    check_sinks(pool.run(size, attended, size, variant, dtype, 5, dropout, True), dtype, dropout)
+
+
+def check_sinks(ranks: Sequence[Sequence[Sequence[Tensor]]], dtype: torch.dtype, dropout: bool) -> None:
+    size = len(ranks)
+    for i, case in enumerate(CASES[: len(ranks[0])]):
         *leaves, dy = drawn(*case[:2])
         leaves = [x.to(dtype).double().requires_grad_() for x in [*leaves, SINKS[: case[0]]]]
         y = formula(leaves[0], leaves[1], leaves[2], *case[2:], leaves[3], DROPOUT if dropout else None)
@@ -182,6 +207,42 @@ def test_sinks_are_a_column_of_the_softmax(
             pairs.append((torch.stack([got[at] for got in own]).double(), want))
         for mine, whole in pairs:
             assert (mine - whole).norm() <= LIMITS[dtype] * whole.norm(), case
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("size", "variant", "sinks"),
+    [
+        (1, "gather", True),
+        (4, "gather", False),
+        (4, "ring", True),
+        *(pytest.param(4, v, v != "a2a+ring", marks=pytest.mark.full) for v in VARIANTS if "a2a" in v),
+    ],
+)
+def test_calls_of_a_gpu_are_the_formula(
+    pool: WorkerPool, size: int, variant: str, sinks: bool, dtype: torch.dtype
+) -> None:
+    """Windows, documents and sinks in FlashAttention's own terms, its bounds and windows that count from the end."""
+    ranks = pool.run(size, attended_in_bands, size, variant, dtype, sinks)
+    if sinks:
+        check_sinks(ranks, dtype, False)
+    else:
+        error, where = largest_error(ranks, dtype)
+        assert error < LIMITS[dtype], where
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [None, 11])
+def test_a_run_of_queries_is_one_call(window: int | None, documents: bool) -> None:
+    """Not one for each block of queries; a rank's head and tail are one where nothing tells how far apart they are."""
+    packed = Documents(STARTS.t()) if documents else None
+
+    def calls(queries: tuple[range, ...], keys: tuple[range, ...]) -> int:
+        return len(list(bands_of(queries, keys, window or S, packed, torch.device("cpu"))))
+
+    assert calls((range(S),), (range(S),)) == 1
+    assert calls(runs_of(S, 4, 1), (range(S),)) == 2
+    assert calls(runs_of(S, 4, 1), runs_of(S, 4, 1)) == (1 if window is None and not documents else 2)
 
 
 def test_long_samples_have_no_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +370,8 @@ def test_op_merges_and_differentiates_block_by_block(dtype: torch.dtype, softcap
     total = blocks.Total(q)
     for keys in halves:
         total.add(
-            slice(0, 9), *ops.attend(q, k[:, :, keys], v[:, :, keys], visible[..., keys], **options(softcap=softcap))
+            (slice(None), slice(None), slice(0, 9)),
+            *ops.attend(q, k[:, :, keys], v[:, :, keys], visible[..., keys], **options(softcap=softcap)),
         )
     torch.testing.assert_close(total.out.to(dtype), whole, rtol=LIMITS[dtype], atol=LIMITS[dtype])
     torch.testing.assert_close(total.lse, lse, rtol=1e-5, atol=1e-5)

@@ -123,3 +123,12 @@ def test_flash_attention_3_where_it_is_installed_on_hopper(
     case = AttentionCase(GPU, BF16, 64, deterministic=deterministic)
     assert [flash_version(case) for _ in range(2)] == [version] * 2
     assert active == ["FA3"] * (version == 3)
+
+
+def test_a_torch_that_knows_no_flash_attention_3_goes_on_with_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.delattr(torch.nn.attention, "current_flash_attention_impl")
+    assert flash_version(AttentionCase(GPU, BF16, 64)) == 2

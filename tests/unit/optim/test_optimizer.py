@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.core import ops as kernels
 from megalite.core.mesh.context import ParallelContext
@@ -16,6 +18,7 @@ from megalite.core.optim.shares import Sharding
 from megalite.core.options.optim import OptimConfig
 from megalite.core.sharding import Layout, ParamSpec, Shard, StateTensor
 from megalite.core.sharding.parameter import ShardedParameter
+from megalite.extras.estimate.tracker import launches
 from tests.update_rules import OWN_RULES
 from tests.workers import WorkerPool
 
@@ -30,7 +33,7 @@ def value(name: str, *key: int) -> torch.Tensor:
 
 
 def optimizer_of(
-    ctx: ParallelContext, cfg: OptimConfig, dtype: torch.dtype, zero: bool
+    ctx: ParallelContext, cfg: OptimConfig, dtype: torch.dtype, zero: bool, bucket_size: int = 300
 ) -> tuple[dict[str, ShardedParameter], DistributedOptimizer]:
     params = {}
     for name, shape in SHAPES.items():
@@ -42,7 +45,7 @@ def optimizer_of(
         [list(params.values())],
         ctx,
         sharded=Sharding.stage(int(zero)),
-        bucket_size=300,
+        bucket_size=bucket_size,
         cfg=cfg,
     )
     optimizer = DistributedOptimizer(buckets, cfg, ctx, kernels.resolve(None, CPU, dtype), overlap_gather=False)
@@ -70,6 +73,32 @@ def one_step(
     squared = optimizer.finish_grads().item()
     optimizer.step(0.01 * step, torch.tensor(0.5))
     return squared
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would launch, but for the norms of buckets."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += launches(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bucket_size", [100, 1000])
+def test_the_norm_of_all_buckets_takes_as_many_launches_as_that_of_one(bucket_size: int) -> None:
+    """Four for each bucket, on top of its own norm, is what a step ended with."""
+    ctx = ParallelContext.create(Grid.of(1), CPU)
+    params, optimizer = optimizer_of(ctx, OptimConfig(), torch.float32, False, bucket_size)
+    optimizer.start_step(1)
+    for name, param in params.items():
+        param.add_grad(value(name, 1))
+    for bucket in optimizer.buckets:
+        bucket.reduce()
+    optimizer.ops = replace(optimizer.ops, l2_norm=lambda flat: flat[0])
+    with Launches() as counted:
+        optimizer.finish_grads()
+    assert counted.number == 5, len(optimizer.buckets)
 
 
 def train(rank: int, world: int, name: str, dtype: torch.dtype, zero: bool) -> tuple[Any, list[float], Any]:

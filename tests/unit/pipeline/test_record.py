@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,8 @@ import pytest
 
 from megalite.core.base.errors import UserError
 from megalite.core.mesh.context import ParallelContext
-from megalite.core.parts.schedules.simulate import Simulation, simulate
+from megalite.core.parts.schedules.simulate import Event, Simulation, simulate
+from megalite.core.pipeline.order import together
 from megalite.core.pipeline.schedule import Costs, Op, build_schedule
 from megalite.extras.view.recording import measured_costs, measured_step, read_recording
 from megalite.extras.view.schedule import main
@@ -59,6 +61,23 @@ def test_reading_gives_back_what_was_written(tmp_path: Path, name: str, pp: int,
     assert costs.transfer == pytest.approx(1.5)
     assert costs.stage_scale == pytest.approx(COSTS.stage_scale)
     assert simulate(recording.schedule, costs).makespan == pytest.approx(3 * simulation.makespan)
+
+
+def test_a_pair_shows_as_both_of_its_passes(tmp_path: Path) -> None:
+    """It is recorded as its forward pass, and the backward pass as empty at its end: pictures had one bar for two."""
+    simulation = simulate(build_schedule("1f1b-overlap", 2, 1, 6), Costs(3.0, 2.0, 1.0))
+    whole = {(e.rank, e.op): e for e in simulation.compute}
+    for rank, program in enumerate(simulation.schedule.programs):
+        for op, *beside in together(op for op in program if op.is_compute):
+            for other in beside:
+                pair = [Event(o, rank, None, whole[rank, op].start, whole[rank, other].finish) for o in (op, other)]
+                whole[rank, op], whole[rank, other] = pair[0], replace(pair[1], start=pair[1].finish)
+    recorded = Simulation.from_events(simulation.schedule, "free", simulation.makespan, list(whole.values()))
+    write_recording(tmp_path, recorded, {10: 1.0})
+    measured = measured_step(read_recording(tmp_path), 10)
+    for got, want in zip(measured.compute, simulation.compute, strict=True):
+        assert (got.op, got.rank) == (want.op, want.rank)
+        assert (got.start, got.finish) == pytest.approx((want.start, want.finish))
 
 
 def test_the_command_shows_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from megalite.core.batch import Documents, Mask, runs_of
 from megalite.core.mesh.context import Axis
-from megalite.core.ops import Ops
+from megalite.core.ops import Ops, bands
 from megalite.core.ops.dropout import HeadDropout
+from megalite.core.parts.context.bands import bands_of
 
 _ROWS = 512
 """Queries of a block that needs a mask: its keys are those from the first that one of the queries sees."""
@@ -63,7 +64,8 @@ def _blocks_of(
     begin, last = queries.start, queries.stop - 1
     sees, last_sees = begin - window + 1, last - window + 1  # first keys of the first query and of the last
     if documents is not None:
-        sees, last_sees = max(sees, documents.first_seen(begin)[0]), max(last_sees, documents.first_seen(last)[1])
+        starts = documents.host_starts(queries)
+        sees, last_sees = max(sees, int(starts[:, 0].min())), max(last_sees, int(starts[:, -1].max()))
     rows, before = slice(at, at + len(queries)), 0
     for run in key_runs:
         keys = range(max(run.start, sees), min(run.stop, queries.stop))
@@ -119,9 +121,9 @@ class Case:
     def attend(self, total: Total, q: Tensor, kv: Tensor, key_runs: tuple[range, ...]) -> None:
         """Add what the queries get from these keys to the total."""
         k, v = unpack(kv)
-        for block, options in self._blocks(key_runs, q):
-            rows, keys = block.queries, block.keys
-            total.add(rows, *self.ops.attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], **options))
+        for samples, queries, keys, options in self._calls(key_runs, q):
+            rows, seen = (samples, slice(None), queries), (samples, slice(None), keys)
+            total.add(rows, *self.ops.attend(q[rows], k[seen], v[seen], **options))
 
     def gradients(
         self, dq: Tensor, dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, key_runs: tuple[range, ...]
@@ -129,17 +131,28 @@ class Case:
         """Add the queries' gradient from these keys to dq; return the keys' and values', like kv in fp32 or wider."""
         dkv = kv.new_zeros(kv.shape, dtype=dq.dtype)
         (k, v), (dk, dv) = unpack(kv), unpack(dkv)
-        for block, options in self._blocks(key_runs, q):
-            rows, keys = block.queries, block.keys
-            of_rows = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows]
-            parts = self.ops.attend_backward(*of_rows, **options)
-            for grad, at, part in zip((dq, dk, dv), (rows, keys, keys), parts):
-                grad[:, :, at] += part
+        for samples, queries, keys, options in self._calls(key_runs, q):
+            rows, seen = (samples, slice(None), queries), (samples, slice(None), keys)
+            parts = self.ops.attend_backward(dout[rows], q[rows], k[seen], v[seen], out[rows], lse[rows], **options)
+            for grad, at, part in zip((dq, dk, dv), (rows, seen, seen), parts):
+                grad[at] += part
         return dkv
 
-    def _blocks(self, key_runs: tuple[range, ...], q: Tensor) -> Iterator[tuple[Block, dict[str, Any]]]:
+    def _calls(self, key_runs: tuple[range, ...], q: Tensor) -> Iterator[tuple[slice, slice, slice, dict[str, Any]]]:
+        """List samples, queries, keys and options of each call of the kernel."""
         end = max(run.stop for run in self.queries)
-        window, drop = end if self.mask.window is None else self.mask.window, self.dropout
+        window = end if self.mask.window is None else self.mask.window
+        if self.dropout is None and self.options.get("softcap") is None and bands.takes_bands(q):
+            for call in bands_of(self.queries, key_runs, window, self.documents, q.device):
+                yield call.samples, call.queries, call.keys, {"band": call.band, **self.options}
+            return
+        for block, options in self._blocks(key_runs, q, end, window):
+            yield slice(None), block.queries, block.keys, options
+
+    def _blocks(
+        self, key_runs: tuple[range, ...], q: Tensor, end: int, window: int
+    ) -> Iterator[tuple[Block, dict[str, Any]]]:
+        drop = self.dropout
         dropped = None if drop is None else _ROWS if q.is_cuda else _ROWS_ON_CPU
         positions = None  # all of them, once for all masks
         for block in blocks_of(self.queries, key_runs, window, self.documents, dropped):
@@ -172,18 +185,27 @@ class Total:
     def __init__(self, q: Tensor) -> None:
         batch, heads, tokens, width = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
-        self.out = q.new_zeros(tokens, batch, heads, width, dtype=wide).permute(1, 2, 0, 3)
-        self.lse = q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
+        self.out = q.new_empty(tokens, batch, heads, width, dtype=wide).permute(1, 2, 0, 3)
+        self.lse = q.new_empty((batch, heads, tokens), dtype=wide)
+        self._empty = True
 
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge the result of some queries for further keys."""
-        before = self.lse[:, :, rows]
+    def add(self, rows: tuple[slice, slice, slice], out: Tensor, lse: Tensor) -> None:
+        """Merge the result of some samples' queries for further keys; rows are [samples, heads, queries]."""
+        if self._empty:
+            self._empty = False
+            if lse.shape == self.lse.shape:
+                self.out.copy_(out)
+                self.lse.copy_(lse)
+                return
+            self.out.zero_()
+            self.lse.fill_(float("-inf"))
+        before = self.lse[rows]
         merged = torch.logaddexp(before, lse)
         # A query that has seen no key yet stays 0: -inf less -inf is not a number.
         base = merged.masked_fill(merged.isinf(), 0.0)
         kept, added = ((x - base).exp_().unsqueeze(-1) for x in (before, lse))
-        self.out[:, :, rows].mul_(kept).add_(out * added)
-        self.lse[:, :, rows] = merged
+        self.out[rows].mul_(kept).add_(out * added)
+        self.lse[rows] = merged
 
     def add_sinks(self, sinks: Tensor) -> None:
         """Merge a score for each head [N] that has no value: it takes its share of every query's weights."""

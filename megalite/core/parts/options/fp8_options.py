@@ -24,7 +24,8 @@ def describe_fp8(m: ModelConfig, t: TrainConfig) -> str:
     """Return what is in FP8, and whether that is emulated; empty where nothing is."""
     layers, how = fp8_layers(m, t), ", EMULATED: codes multiplied in fp32, slower than bf16"
     where = f"products of layers {layers[0]} to {layers[-1]}" if layers else ""
-    return f", FP8 {t.fp8} ({where}{how * t.fp8_emulate})" if layers else ""
+    experts = ", experts one after the other" * any(m.is_moe(layer) for layer in layers)
+    return f", FP8 {t.fp8} ({where}{experts}{how * t.fp8_emulate})" if layers else ""
 
 
 class Fp8Rules(PartRules["ModelConfig", "StepConfig"]):

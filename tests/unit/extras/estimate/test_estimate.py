@@ -82,6 +82,45 @@ def test_a_rank_with_delta_nets(tool: Tool) -> None:
         assert 1 <= run["predicted_bytes"]["total"] / run["peak_bytes"] < 1.1
 
 
+WINDOWS = (
+    "--num-layers 2 --seq-len 4096 --vocab-size 512 --precision bf16 --micro-batch-size 1 --global-batch-size 1 "
+    "--mock-data --device cuda"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("words", "launches", "of_all"),
+    [
+        ("--world 1 --preset gpt-oss-20b --num-experts 4", 2, (175, 161)),
+        ("--world 2 --preset llama-3.2-1b --window 1024 --cp 2 --cp-comm gather", 4, (117, 88)),
+        ("--world 2 --preset llama-3.2-1b --window 1024 --cp 2 --cp-comm ring", 6, (139, 108)),
+        ("--world 2 --preset llama-3.2-1b --cp 2 --cp-comm ring", 4, (93, 88)),
+    ],
+)
+def test_windows_and_shared_samples_have_no_masks(
+    tool: Tool, words: str, launches: int, of_all: tuple[int, int]
+) -> None:
+    """By blocks of 512 queries with masks, gpt-oss had 9 launches of attention and 386 in all."""
+    calls = tool.figures(f"{words} {WINDOWS}")["calls"]
+    for way, most in zip(("forward", "backward"), of_all):
+        assert {name: n for name, n in calls[way].items() if "attention" in name} == {
+            f"aten::_flash_attention_{way}": launches
+        }
+        assert sum(calls[way].values()) <= most
+
+
+@pytest.mark.full
+def test_work_in_a_window(tool: Tool) -> None:
+    """Whole samples, and ranks that share them, see the same pairs of queries and keys."""
+    words = f"--preset llama-3.2-1b --window 1024 {WINDOWS}"
+    whole, *ranks = (
+        tool.figures(f"--world {world} {words} {more}")["flops"]
+        for world, more in ((1, ""), (2, "--cp 2 --cp-comm ring"), (2, "--rank 1 --cp 2 --cp-comm ring"))
+    )
+    assert sum(ranks) == whole
+
+
 @pytest.mark.full
 def test_a_rank_of_llama_405b(tool: Tool) -> None:
     run = tool.figures(f"--world 8192 {LLAMA_405B}")
