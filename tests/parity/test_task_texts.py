@@ -51,13 +51,10 @@ def started(folder: str, name: str, tasks: list[str], **more: Any) -> Any:
     return megalite.start(megalite.configure(**{**options, "device": "cpu", **more}))
 
 
-def wrote(
-    rank: int, folder: str, name: str, task: str, options: dict[str, Any], fit: bool = True
-) -> tuple[list[str], list[str], int]:
+def wrote(rank: int, folder: str, name: str, task: str, options: dict[str, Any]) -> tuple[list[str], list[str], int]:
     """What a model writes on rank 0, with a cache and without, and how many ids a stage of this rank has read."""
     with started(folder, name, [task], **options) as run:
-        if fit:
-            megalite.fit(run)
+        megalite.fit(run)
         tasks = open_tasks(run.engine.cfg, run.engine.ctx)
         assert tasks is not None
         whole, read = [], []
@@ -115,7 +112,7 @@ MORE_ROWS: list[tuple[int, dict[str, Any]]] = [
 def test_a_cache_changes_no_text(pool: WorkerPool, folder: Path, world: int, options: dict[str, Any]) -> None:
     """More texts than are kept at once, some of which end early: the rest move together."""
     name = f"many_{world}_{'_'.join(options)}"
-    found, whole, _ = pool.run(world, wrote, str(folder), name, "many", {**options, "init_std": 0.2}, False)[0]
+    found, whole, _ = pool.run(world, wrote, str(folder), name, "many", {**options, "init_std": 0.2})[0]
     assert found == whole
     assert len({*found}) > 3
     assert options or len({len(text) for text in found}) > 2
