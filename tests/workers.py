@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import multiprocessing as mp
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,32 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 
 class WorkerError(Exception):
     """A worker raised or died; the message is the first failing rank's traceback."""
+
+
+class _Forked:
+    """A process that serves a run, forked: to start an interpreter takes longer than to save."""
+
+    def __init__(self, module: str, settings: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        from megalite.runtime.base import child
+
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                # Nothing else stays open in it that would tell others that the worker is still there.
+                ends = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
+                for kept, end in pairwise(ends):
+                    os.closerange(kept + 1, end)
+                child._serve(module, json.dumps(settings))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+
+    def wait(self) -> int:
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
 
 
 def _serve(connection: Connection, rank: int) -> None:
@@ -36,6 +64,8 @@ def _serve(connection: Connection, rank: int) -> None:
     import torch.distributed as dist
 
     from megalite.core.mesh.rendezvous import run_until_waiting
+    from megalite.runtime.base.child import start_child
+    from megalite.runtime.checkpoint import snapshot
 
     torch.set_num_threads(1)
     run_until_waiting()
@@ -47,6 +77,8 @@ def _serve(connection: Connection, rank: int) -> None:
         except EOFError:
             return
         module, name, args, world, store = job
+        # Where layouts are compared, how a writer has started does not matter; elsewhere it is put to the test.
+        snapshot.start_child = _Forked if module.startswith("tests.parity.") else start_child  # type: ignore[assignment]
         try:
             if world > 1:
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -76,7 +108,8 @@ class WorkerPool:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = mp.get_context("forkserver")
         # torch imports the others, and sympy with them, in `Tensor.backward` with a gradient and under recomputation.
-        context.set_forkserver_preload(["megalite.core.step", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"])
+        compilers = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+        context.set_forkserver_preload(["megalite.runtime.start.start", *compilers])
         while len(self._workers) < world:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)

@@ -47,7 +47,7 @@ def test_same_in_every_layout(pool: WorkerPool) -> None:
 @pytest.mark.full
 def test_resumed_in_the_middle_of_a_ramp(pool: WorkerPool, tmp_path: Path) -> None:
     """To the bit in the same layout, to 1e-5 in another."""
-    model = [*MODEL, *RAMP, "--lr-by", "samples"]
+    model = [*MODEL, "--micro-batch-size", "2", *RAMP, "--lr-by", "samples"]
 
     def run(folder: str, layout: str, steps: int) -> Any:
         world, flags = LAYOUTS[layout]

@@ -25,7 +25,8 @@ def arguments(tmp_path: Path) -> list[str]:
             writer.add_documents(np.random.default_rng(count).integers(0, 90, count), [count])
             writer.finalize({"vocab_size": 90, "tokenizer_sha256": "0"})
     model = [word for word in MODEL if word != "--mock-data"]
-    return [*model, "--split", "1", "--data", "0.61", str(tmp_path / "a"), "0.39", str(tmp_path / "b")]
+    model += ["--micro-batch-size", "2", "--split", "1"]
+    return [*model, "--data", "0.61", str(tmp_path / "a"), "0.39", str(tmp_path / "b")]
 
 
 def meta_of(run_dir: Path, step: int) -> dict[str, Any]:

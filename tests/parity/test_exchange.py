@@ -128,7 +128,7 @@ FOUR_REPLICAS = [
 )
 def test_replicas_agree_and_faults_are_named(pool: WorkerPool, rows: list[Any]) -> None:
     for parallel, model, train, faults in rows:
-        cfg = make_config(llama(**model), parallel, **train)
+        cfg = make_config(llama(4 if "vp" in parallel else 2, **model), parallel, **train)
         for fault, suspects in [(None, []), *faults]:
             for found in pool.run(4, exchanged, cfg, 4, fault):
                 assert found == (suspects, ""), (parallel, model, train, fault)

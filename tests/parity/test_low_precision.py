@@ -19,6 +19,7 @@ from megalite.runtime.options.run import Config
 from tests.parity import jobs, runs
 from tests.parity.harness import Gradients, boxes_of, put_together
 from tests.parity.matrices import CUT, MIXTRAL, SMALL
+from tests.parity.models import shallow
 from tests.rows import always_run
 from tests.unit.ops.random_bits import hashed
 from tests.workers import WorkerPool
@@ -26,6 +27,7 @@ from tests.workers import WorkerPool
 ROLES = ("master", "exp_avg", "exp_avg_sq", "exp_avg_slow")
 BOTH = {"moments_dtype": "bf16", "master_dtype": "bf16"}
 MOMENTS = {"moments_dtype": "bf16"}
+LLAMA, EXPERTS = jobs.llama(2), shallow(MIXTRAL)
 Outcome = tuple[list[tuple[float, float]], dict[str, Gradients]]
 
 
@@ -34,8 +36,8 @@ def config(
 ) -> Config:
     """Masters in bf16 are weights in bf16; moments in bf16 are compared beside weights in fp32."""
     # States compared bit by bit: the same micro-batches in every layout.
-    train = {"precision": "bf16" if "master_dtype" in states else "fp32", "micro_batch_size": 1, **train}
-    cfg = jobs.make_config(model or jobs.llama(), layout, **train)
+    train = {"precision": "bf16" if "master_dtype" in states else "fp32", "micro_batch_size": 2, **train}
+    cfg = jobs.make_config(model or LLAMA, layout, **train)
     return replace(cfg, optim=replace(cfg.optim, optimizer=optimizer, muon_ns="fp32", lr=1e-3, clip_grad=0, **states))
 
 
@@ -75,7 +77,7 @@ def one_process(cfg: Config, steps: int = jobs.STEPS) -> tuple[list[tuple[float,
 
 def test_states_are_those_of_fp32_rounded_by_hand() -> None:
     """After one step, whose gradients are the same; the bits of an element are those of its place in its parameter."""
-    for model in (jobs.llama(), MIXTRAL):
+    for model in (LLAMA, EXPERTS):
         exact, got = (one_process(config(states, model=model), 1)[1] for states in ({}, MOMENTS))
         for key, values in got.items():
             role, name = key.split()
@@ -111,14 +113,14 @@ def test_same_bits_in_every_zero_stage(pool: WorkerPool, optimizer: str, tmp_pat
 
 # (ranks, states, optimizer, model, layout, training options), the strongest first.
 GRID: list[tuple[int, dict[str, str], str, Any, dict[str, Any], dict[str, Any]]] = [
-    (4, MOMENTS, "adamw", jobs.llama, {"tp": 2, "zero": 3, **CUT}, {}),
-    (4, BOTH, "adamw", jobs.llama, {"tp": 2, "zero": 1, **SMALL}, {"offload": "optimizer"}),
-    (4, MOMENTS, "muon", jobs.llama, {"tp": 2, "zero": 1, **SMALL}, {"offload": "optimizer"}),
-    (4, MOMENTS, "adamw", lambda: MIXTRAL, {"ep": 2, "tp": 2, "zero": 3, **CUT}, {}),
-    (4, MOMENTS, "lamb", jobs.llama, {"zero": 3, "zero_group": "2", **CUT}, {}),
-    (4, MOMENTS, "ademamix", jobs.llama, {"cp": 2, "zero": 1}, {}),
-    (8, MOMENTS, "lion", jobs.llama, {"tp": 2, "pp": 2, "vp": 2, "schedule": "zb-v"}, {}),
-    (8, BOTH, "adamw", jobs.llama, {"tp": 2, "pp": 2, "zero": 3, **CUT}, {"recompute": "full"}),
+    (4, MOMENTS, "adamw", LLAMA, {"tp": 2, "zero": 3, **CUT}, {}),
+    (4, BOTH, "adamw", LLAMA, {"tp": 2, "zero": 1, **SMALL}, {"offload": "optimizer"}),
+    (4, MOMENTS, "muon", LLAMA, {"tp": 2, "zero": 1, **SMALL}, {"offload": "optimizer"}),
+    (4, MOMENTS, "adamw", EXPERTS, {"ep": 2, "tp": 2, "zero": 3, **CUT}, {}),
+    (4, MOMENTS, "lamb", LLAMA, {"zero": 3, "zero_group": "2", **CUT}, {}),
+    (4, MOMENTS, "ademamix", LLAMA, {"cp": 2, "zero": 1}, {}),
+    (8, MOMENTS, "lion", jobs.llama(), {"tp": 2, "pp": 2, "vp": 2, "schedule": "zb-v"}, {}),
+    (8, BOTH, "adamw", LLAMA, {"tp": 2, "pp": 2, "zero": 3, **CUT}, {"recompute": "full"}),
 ]
 
 
@@ -141,8 +143,8 @@ def assert_same(ranks: Sequence[Outcome], case: Config, single: Config) -> None:
 @pytest.mark.parametrize("row", always_run(range(len(GRID)), 0))
 def test_same_in_every_layout(pool: WorkerPool, row: int) -> None:
     world, states, optimizer, model, layout, train = GRID[row]
-    case = config(states, optimizer, model(), layout, **train)
-    assert_same([rank[0] for rank in pool.run(world, trained, [case], world)], case, config(states, optimizer, model()))
+    case = config(states, optimizer, model, layout, **train)
+    assert_same([rank[0] for rank in pool.run(world, trained, [case], world)], case, config(states, optimizer, model))
 
 
 @pytest.mark.parametrize("fault", always_run(["bits of this rank", "place in the share"], "place in the share"))
@@ -178,7 +180,7 @@ def test_nothing_is_lost_that_rounding_to_the_nearest_loses(monkeypatch: pytest.
 @pytest.mark.full
 def test_checkpoints(tmp_path: Path) -> None:
     """Resumed to the bit; saved in 2 bytes per value; fp32 states are rounded when a run changes, and back."""
-    flags = [*runs.MODEL, "--precision", "bf16"]
+    flags = [*runs.MODEL, "--micro-batch-size", "4", "--precision", "bf16"]
     states = ["--moments-dtype", "bf16", "--master-dtype", "bf16"]
 
     def run(name: str, steps: int, *more: str) -> str:

@@ -99,12 +99,12 @@ ROWS = [*((grid, "orthogonal") for grid in GRID), ((2, 1), "signum")]
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_same_in_every_layout(pool: WorkerPool, row: tuple[tuple[int, int], str]) -> None:
     (tp, pp), rule = row
-    layouts = GRID[tp, pp]
-    cases = [config(rule, jobs.llama(), {"tp": tp, "pp": pp, **layout}) for layout in layouts]
-    cases += [config(rule, jobs.gpt2(), {"tp": tp, "pp": pp, **layouts[-1]})]
-    cases += [config(rule, jobs.llama(), {"tp": tp, "pp": pp}, offload="optimizer")]
+    layouts, depth = GRID[tp, pp], 2 * pp
+    cases = [config(rule, jobs.llama(depth), {"tp": tp, "pp": pp, **layout}) for layout in layouts]
+    cases += [config(rule, jobs.gpt2(depth), {"tp": tp, "pp": pp, **layouts[-1]})]
+    cases += [config(rule, jobs.llama(depth), {"tp": tp, "pp": pp}, offload="optimizer")]
     for case, *ranks in zip(cases, *pool.run(4, trained, cases, 4)):
-        steps, moments = one_process(config(rule, case.model))
+        steps, moments = one_process(config(rule, case.model, micro_batch_size=4))
         for got, _ in ranks:
             np.testing.assert_allclose(got, steps, rtol=1e-5, err_msg=f"{rule} {case.parallel}")
         assert_same_gradients([held for _, held in ranks], moments, f"{rule} {case.parallel}")
@@ -143,7 +143,7 @@ def run(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
 
 @pytest.mark.full
 def test_states_are_saved_and_resumed(pool: WorkerPool, tmp_path: Any) -> None:
-    flags = [*runs.MODEL, "--hidden-dropout", "0", "--optimizer", "orthogonal"]
+    flags = [*runs.MODEL, "--micro-batch-size", "2", "--hidden-dropout", "0", "--optimizer", "orthogonal"]
     layout, other = ["--tp", "2", "--zero-whole-below", "500", "--zero", "3"], ["--pp", "2"]
 
     def train(name: str, steps: int, *more: str) -> list[tuple[list[Any], str]]:

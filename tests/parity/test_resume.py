@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from tests.faults.zygote import Left, Zygote
+from tests.parity import runs
 from tests.parity.harness import put_together
-from tests.parity.runs import LAYOUTS, MODEL, carried, losses, train
+from tests.parity.runs import LAYOUTS, carried, losses, train
 from tests.rows import always_run
 from tests.workers import WorkerPool
+
+MODEL = [*runs.MODEL, "--micro-batch-size", "2"]
 
 
 @pytest.mark.full
@@ -32,10 +35,10 @@ from tests.workers import WorkerPool
 )
 def test_same_layout_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     world, flags = LAYOUTS[layout]
-    whole = pool.run(world, train, [*MODEL, *flags, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], world)
+    whole = pool.run(world, train, [*MODEL, *flags, "--train-steps", "5", "--run-dir", str(tmp_path / "a")], world)
     halves = [*MODEL, *flags, "--run-dir", str(tmp_path / "b")]
     pool.run(world, train, [*halves, "--train-steps", "3"], world)
-    resumed = pool.run(world, train, [*halves, "--train-steps", "6"], world)
+    resumed = pool.run(world, train, [*halves, "--train-steps", "5"], world)
     assert resumed == whole
     assert losses(tmp_path / "b") == losses(tmp_path / "a")
 
@@ -63,8 +66,8 @@ def test_pairs_begin_and_end_in_the_middle_of_a_run(
     ],
 )
 def test_another_layout_to_1e_5(pool: WorkerPool, tmp_path: Path, first: str, second: str) -> None:
-    train(0, [*MODEL, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], 1)
-    for layout, steps in ((first, "3"), (second, "6")):
+    train(0, [*MODEL, "--train-steps", "5", "--run-dir", str(tmp_path / "a")], 1)
+    for layout, steps in ((first, "3"), (second, "5")):
         world, flags = LAYOUTS[layout]
         arguments = [*MODEL, *flags, "--train-steps", steps, "--run-dir", str(tmp_path / "b")]
         pool.run(world, train, arguments, world)
@@ -118,9 +121,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_other_options_are_said(zyg
     # A refused start leaves the run as it was: its description, and no lock.
     assert "seed: 1234" in (run / "config.yaml").read_text()
     # What was done is not done again.
-    left = start("--lr", "5e-4", "--micro-batch-size", "2")
+    left = start("--lr", "5e-4", "--micro-batch-size", "4")
     assert left.code == 0
-    assert "options changed since that checkpoint: --micro-batch-size 1 -> 2, --lr 0.001 -> 0.0005" in left.err
+    assert "options changed since that checkpoint: --micro-batch-size 2 -> 4, --lr 0.001 -> 0.0005" in left.err
     assert "nothing to do" in left.err
     assert "taking over" not in left.err
 

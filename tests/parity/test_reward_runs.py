@@ -21,8 +21,8 @@ from tests.workers import WorkerPool
 
 MODEL = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--num-kv-heads", "4", "--seq-len", "128"),
-    *("--global-batch-size", "4", "--device", "cpu", "--tokenizer", "bytes", "--lr", "1e-3", "--tie-embeddings"),
-    *("--lr-decay", "constant", "--eval-steps", "0", "--weight-decay", "0", "--split", "1,0,0"),
+    *("--global-batch-size", "4", "--micro-batch-size", "2", "--device", "cpu", "--tokenizer", "bytes", "--lr", "1e-3"),
+    *("--tie-embeddings", "--lr-decay", "constant", "--eval-steps", "0", "--weight-decay", "0", "--split", "1,0,0"),
 ]
 RESETS = ["--reset-data", "--reset-optimizer", "--reset-step"]
 

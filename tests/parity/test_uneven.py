@@ -56,8 +56,7 @@ class TestUneven(Feature):
         ranks_of(6, pp=2): [
             (GPT2, 1, {"schedule": "1f1b"}, ALONE),
             (GPT2, 3, {"schedule": "zb-h1"}, ALONE),
-            (LLAMA, 1, {"schedule": "interleaved", "vp": 2}, ALONE),
-            (LLAMA, 1, {"vp": 2}, {**ALONE, "data": weighted}),
+            (LLAMA, 1, {"schedule": "interleaved", "vp": 2}, {**ALONE, "data": weighted}),
             (AHEAD, 1, {"schedule": "zb-v", "vp": 2}, ALONE),
             (AHEAD, 2, {"schedule": "gpipe"}, ALONE),
         ],
@@ -111,11 +110,10 @@ RUN = [*runs.MODEL, "--attention-dropout", "0.1", "--eval-every", "3", "--eval-s
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param([], marks=pytest.mark.full),
         pytest.param(["--zero", "3", "--zero-whole-below", "500"], marks=pytest.mark.full),
         pytest.param(["--batch-size-schedule", "0:4 2:7 4:8"], marks=pytest.mark.full),
     ],
-    ids=["zero1", "zero3", "ramp"],
+    ids=["zero3", "ramp"],
 )
 def test_four_replicas_then_three_then_four_are_the_run_left_alone(
     pool: WorkerPool, tmp_path: Path, more: list[str]
