@@ -507,7 +507,7 @@ def test_bits_are_those_of_a_run_without_it(hosts: Hosts, tmp_path: Path, alone:
     """Where no host is lost."""
     jobs, run = hosts.begin(tmp_path, flags, 0, count=4), tmp_path / "run"
     assert codes(end(jobs)) == [0] * 4
-    assert outcome(run) == outcome(alone(4))
+    assert outcome(run) == outcome(alone(4, "--micro-batch-size", "1"))
 
 
 @pytest.mark.full

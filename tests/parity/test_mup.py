@@ -149,7 +149,7 @@ def test_same_in_every_layout(pool: WorkerPool, row: int) -> None:
     ("optimizer", "widths"),
     [
         ("adamw", (64, 128, 256, 512)),
-        pytest.param("muon", (64, 128, 256), marks=pytest.mark.full),
+        pytest.param("muon", (64, 128, 256, 512), marks=pytest.mark.full),
     ],
 )
 def test_coordinates(optimizer: str, widths: tuple[int, ...]) -> None:
