@@ -100,8 +100,6 @@ class DistributedOptimizer:
         rounding = (StateRounding(bucket, self._update_ops) for bucket in buckets)
         self._states = [_State(*each) for each in zip(buckets, self._store.flats, ratios, rounding)]
         self._matrices = MatrixExchange.all_of(buckets, ctx)
-        owned = [float(bucket.is_owner) for bucket in buckets]
-        self._owned = torch.tensor(owned, dtype=torch.float64, device=ctx.device)
 
     @torch.no_grad()
     def init_parameters(self, seed: int) -> None:
@@ -161,11 +159,12 @@ class DistributedOptimizer:
                     f"gradient contributions are missing or too many for {', '.join(bucket.missing)}: each use of a "
                     "parameter must take part in the forward pass of every micro-batch, once"
                 )
-            norms.append(self.ops.l2_norm(bucket.finish_reduce()))
+            norm = self.ops.l2_norm(bucket.finish_reduce())
+            # A share owned by another rank adds 0, unless it is not finite: 0 * inf is NaN, and all ranks skip.
+            norms.append(norm if bucket.is_owner else norm * 0.0)
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=self.ctx.device)
-        # A share owned by another rank adds 0, unless it is not finite: 0 * inf is NaN, and all ranks skip.
-        return torch.stack(norms).double().square().mul(self._owned).sum()
+        return torch.stack(norms).double().square().sum()
 
     @torch.no_grad()
     def step(
