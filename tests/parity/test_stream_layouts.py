@@ -106,7 +106,7 @@ ROWS: list[tuple[int, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("world", "workers", "layout"), [*ROWS[:3], *(pytest.param(*row, marks=pytest.mark.full) for row in ROWS[3:])]
+    ("world", "workers", "layout"), [*ROWS[:2], *(pytest.param(*row, marks=pytest.mark.full) for row in ROWS[2:])]
 )
 def test_samples_are_those_of_the_description(
     pool: WorkerPool, folder: Path, expected: list[list[int]], world: int, workers: int, layout: dict[str, Any]
