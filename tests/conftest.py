@@ -65,7 +65,7 @@ def pytest_collection_finish() -> None:
     """Keep what imports and the collection have made out of garbage collections, which would look at each object.
 
     And let there be few of them: with Python's thresholds they take a sixth of the time of a step of fake tensors, and
-    two thirds of that of parsing sources.
+    more than half of that of parsing sources.
     """
     gc.collect()
     gc.freeze()

@@ -79,7 +79,7 @@ class Documents:
         # Bounds are found on the host: a GPU would have to be asked how many documents there are.
         bounds = document_bounds(starts_BS)
         longest = int(np.diff(bounds).max())
-        return cls(starts_SB, uploaded(bounds, starts_SB.device), longest, host_starts_BS=starts_BS)
+        return cls(starts_SB, uploaded(torch.from_numpy(bounds), starts_SB.device), longest, host_starts_BS=starts_BS)
 
     def visible(self, window: int) -> Tensor:
         """Return [B, 1, S, S] bool, True where a query (row) sees a key (column); kept for the other layers."""
@@ -110,9 +110,8 @@ class Documents:
         return ((at <= at[:, None]) & (at >= first_BS[..., None])).unsqueeze(1)
 
 
-def uploaded(x: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to the device without waiting for its work, as a copy from pageable memory would."""
-    host = torch.from_numpy(x)
+def uploaded(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to the device without waiting for its work, as a copy from pageable memory would."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from megalite.core.base.errors import UserError
-from megalite.core.batch import Documents, MicroBatch
+from megalite.core.batch import Documents, MicroBatch, uploaded
 from megalite.core.engine import Engine
 from megalite.core.mesh import collectives
 from megalite.core.mesh.context import Axis
@@ -133,7 +133,4 @@ def _times(weight: torch.Tensor, x_SB: torch.Tensor | None, batch: MicroBatch) -
 
 
 def _to_device(x: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    host = torch.from_numpy(np.ascontiguousarray(x))
-    if device.type == "cuda":
-        host = host.pin_memory()  # a copy from pageable memory would wait for the GPU to finish its work
-    return host.to(device, non_blocking=True)
+    return uploaded(torch.from_numpy(np.ascontiguousarray(x)), device)

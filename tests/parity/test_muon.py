@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -29,6 +28,7 @@ from tests.parity.harness import boxes_of, put_together
 from tests.parity.matrices import CUT, MIXTRAL, SMALL, assert_same, products_in_fp32, trained
 from tests.parity.oracle import hf_llama, initial_weights
 from tests.unit.extras.estimate.fake_runs import Tool
+from tests.unit.extras.estimate.tools import started
 from tests.workers import WorkerPool
 
 # (tp, pp) -> (layout, training options) that share the start of their ranks.
@@ -310,10 +310,7 @@ IN_TURNS = (
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Tool]:
-    if shutil.which("g++") is None:
-        pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
-    made = Tool()
-    with made.process:
+    with started() as made:
         yield made
 
 

@@ -32,6 +32,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from megalite.core.batch import uploaded
 from megalite.core.ops.matmul import linear_wgrad
 from megalite.core.ops.op import ONEDNN, TORCH, Backend, Op, triton
 
@@ -112,9 +113,7 @@ def grouped_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]
 
 def numbers(values: Iterable[int], like: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy numbers of the host to the device of `like`."""
-    host = torch.tensor(list(values), dtype=dtype)
-    # A copy from pageable memory would wait for the GPU's work.
-    return (host.pin_memory() if like.is_cuda else host).to(like.device, non_blocking=True)
+    return uploaded(torch.tensor(list(values), dtype=dtype), like.device)
 
 
 def _load(op: Op) -> Mapping[str, Callable[..., Any]]:

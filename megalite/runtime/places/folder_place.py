@@ -42,9 +42,10 @@ class FolderPlace:
         return (self.root / name).exists()
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if there is none."""
+        """Return the content of a file; None if there is none: a pipe, which could be waited for forever, is none."""
+        path = self.root / name
         try:
-            return (self.root / name).read_bytes()
+            return path.read_bytes() if path.is_file() else None
         except FileNotFoundError:
             return None
 

@@ -93,7 +93,7 @@ def _pieces(
         bounds.append((len(starts_BS) * len(queries), len(starts_BS) * len(seen)))
         table = np.array(bounds, np.int32).T.copy()
         longest = np.diff(table).max(1)
-        return Pieces(uploaded(table, device), (int(longest[0]), int(longest[1])), window), seen
+        return Pieces(uploaded(torch.from_numpy(table), device), (int(longest[0]), int(longest[1])), window), seen
 
     return documents.once((queries, keys, window), make)
 

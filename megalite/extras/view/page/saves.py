@@ -30,23 +30,13 @@ def collect_checkpoints(run_dir: Path) -> dict[str, Any]:
     root = run_dir / "checkpoints"
     if not root.is_dir():
         return {"missing": "checkpoints", "remedy": "--save-every N"}
-    names = [path.name for _, path in step_folders(root) if _can_be_read(path)]
+    names = [path.name for _, path in step_folders(root)]
     judged = ranked(FolderPlace(root), names)
     losses = {name: loss for loss, name in judged}
     shown = sorted(p.name for p in root.iterdir() if not p.is_symlink() and (p / "manifest.json").exists())
     by_sha256 = {sha256_of(root / name): name for name in shown if (root / name / COMMIT).is_file()}
     folders = [{"name": name, "valid_loss": losses.get(name), **_described(root / name, by_sha256)} for name in shown]
     return {"best": judged[0][1] if judged else None, "folders": folders}
-
-
-def _can_be_read(folder: Path) -> bool:
-    """Return whether reading a checkpoint's manifest ends: that of a pipe would not."""
-    try:
-        for name in ("manifest.json", COMMIT):
-            require_regular(folder / name, _LARGEST_MANIFEST)
-    except (OSError, BadFile):
-        return False
-    return True
 
 
 def _described(folder: Path, by_sha256: dict[str, str]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +21,7 @@ from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options import cli
 from tests.unit.extras.estimate.fake_runs import Tool
+from tests.unit.extras.estimate.tools import started
 
 ROOT = Path(__file__).resolve().parents[4]
 GIB = 2**30
@@ -63,10 +63,7 @@ SHARDED = f"--rank 15 --world 16 {ZERO3} {TINY}"
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Tool]:
     """Where Triton is not installed."""
-    if shutil.which("g++") is None:
-        pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
-    made = Tool("triton")
-    with made.process:
+    with started("triton") as made:
         yield made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ from megalite.core.parts.schedules.steady import paired as paired_shares
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.runtime.options.cli import parse
 from tests.unit.extras.estimate.fake_runs import Tool
+from tests.unit.extras.estimate.tools import started
 from tests.unit.extras.plan.models import NEW_PRESETS
 
 pytestmark = pytest.mark.full
@@ -33,10 +33,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Tool]:
-    if shutil.which("g++") is None:
-        pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
-    made = Tool()
-    with made.process:
+    with started() as made:
         yield made
 
 
